@@ -233,6 +233,10 @@ def test_an_exit_is_no_pass(ends, tests):
         "import numpy as np\nnp.testing.assert_allclose(f(1), 2)",
         "if f(1) != 2:\n    raise ValueError",
         "for x in [1, 2]:\n    assert f(x) == x + 1",
+        "if (y := f(1)) != 2:\n    raise AssertionError(y)",
+        KOD + "def test():\n    assert f(1) == 2\n@pytest.mark.xfail\ndef test_no():\n    assert f(1) == 3\n",
+        "from hypothesis import given, strategies\n@given(strategies.integers(1, 9))\n"
+        "def test(x):\n    assert f(x) == x + 1",
     ],
 )
 def test_the_ways_in_which_tests_check(tests):
@@ -274,6 +278,15 @@ def test_a_verdict_cannot_be_printed():
          "    def __lt__(self, o):\n        return self.x < o.x\n"
          "    def __repr__(self):\n        return f'V({self.x})'",
          "assert repr(V(1) + V(2)) == 'V(3)' and V(1) < V(2)"),
+        ("def f(grid, *, more):\n    grid[0].reverse()\n    more.clear()",
+         "grid, more = [[1, 2], [3]], {1: 2}\nf(grid, more=more)\nassert (grid, more) == ([[2, 1], [3]], {})"),
+        ("def f(path):\n    return path.read_text()",
+         "def test(tmp_path):\n    (tmp_path / 'a').write_text('b')\n    assert f(tmp_path / 'a') == 'b'"),
+        ("class C:\n    def __enter__(self):\n        return 1\n"
+         "    def __exit__(self, *error):\n        self.left = True",
+         "c = C()\nwith c as value:\n    assert value == 1\nassert c.left"),
+        ("class Solution:\n    def __init__(self, x):\n        self.x = x",
+         "from solution import *\nassert Solution(1).x == 1"),
     ],
 )  # fmt: skip
 def test_what_right_programs_return(code, test):

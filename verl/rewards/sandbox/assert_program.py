@@ -51,7 +51,7 @@ USUAL_MODULES = (
 
 _COLLECTIONS = {cls.__name__: cls for cls in (tuple, list, set, frozenset, deque)}
 _BY_ARGUMENTS = {cls.__name__: cls for cls in (range, timedelta, datetime, date, time)}
-_AS_TEXT = {"Decimal": Decimal, "Fraction": Fraction, "complex": complex}
+_AS_TEXT = {"Decimal": Decimal, "Fraction": Fraction, "complex": complex, "Path": Path}
 
 
 # ---- plain data as JSON ---------------------------------------------------------------------------------------------
@@ -154,9 +154,11 @@ OPERATORS = ("lt", "le", "add", "sub", "mul")
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name, None) or getattr(builtins, name) for name in (*FORWARDED, *OPERATORS, "eq")},
-    "call": lambda function, arguments, keywords: function(*arguments, **keywords),
+    "call": lambda function, arguments, keywords: function(*arguments, **dict(keywords)),
     "next": lambda iterator, count: list(itertools.islice(iterator, count)),
     "instance": isinstance,
+    "enter": lambda manager: manager.__enter__(),
+    "exit": lambda manager: manager.__exit__(None, None, None),
     "getattr": getattr,
     "iter": iter,
 }
@@ -165,6 +167,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 def serve(channel: Channel) -> None:
     """Receive and run the program, send its names, then serve requests until the judge exits."""
     kept: list[Any] = []
+    numbers: dict[int, int] = {}
     names: dict[str, Any] = {"__name__": "solution"}
     program = channel.receive()
 
@@ -174,13 +177,18 @@ def serve(channel: Channel) -> None:
     operations = {**OPERATIONS, "global": find}
 
     def keep(value: Any) -> int:
-        kept.append(value)
-        return len(kept) - 1
+        if numbers.setdefault(id(value), len(kept)) == len(kept):
+            kept.append(value)
+        return numbers[id(value)]
 
-    def respond(compute: Callable[[], Any]) -> None:
+    def respond(compute: Callable[..., Any], *packed: Any) -> None:
+        """Send the result, and the operands that the call has changed."""
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             try:
-                message = ["value", pack(compute(), keep)]
+                operands = [unpack(operand, kept.__getitem__) for operand in packed]
+                message = ["value", pack(compute(*operands), keep)]
+                after = [pack(operand, keep) for operand in operands]
+                message += after if after != list(packed) else []
             except (Exception, SystemExit) as error:
                 message = ["raised", [cls.__name__ for cls in type(error).__mro__], str(error)[:2000]]
         channel.send([printed.getvalue(), *message])
@@ -198,9 +206,7 @@ def serve(channel: Channel) -> None:
     respond(run_solution)
     while True:
         operation, *operands = channel.receive()
-        respond(
-            lambda name=operation, packed=operands: operations[name](*(unpack(v, kept.__getitem__) for v in packed))
-        )
+        respond(operations[operation], *operands)
 
 
 # ---- judge process --------------------------------------------------------------------------------------------------
@@ -216,7 +222,7 @@ class Remote:
         object.__setattr__(self, "_number", number)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._request("call", self, arguments, keywords)
+        return self._request("call", self, arguments, tuple(keywords.items()))
 
     def __getattr__(self, name: str) -> Any:
         # Library protocols such as numpy's __array_interface__ would let the program read the judge's memory.
@@ -240,6 +246,12 @@ class Remote:
         for item in self._request("next", self, 1):
             return item
         raise StopIteration
+
+    def __enter__(self) -> Any:
+        return self._request("enter", self)
+
+    def __exit__(self, *error: Any) -> None:
+        self._request("exit", self)
 
     def __instancecheck__(self, value: object) -> bool:
         return isinstance(value, Remote) and self._request("instance", value, self)
@@ -287,25 +299,11 @@ def raise_again(names: list[str], text: str) -> None:
     raise RuntimeError(text) if set(names) & set(ENDS_A_LOOP) else exception_class(tuple(names))(text)
 
 
-# ---- checks and tests in the code of the tests ----------------------------------------------------------------------
-
-
-def called_name(node: ast.Call) -> str:
-    """The last name of what is called: "assertEqual" for `self.assertEqual(1, 2)`."""
-    return getattr(node.func, "attr", getattr(node.func, "id", ""))
-
-
-def is_check(node: ast.AST) -> bool:
-    """Whether code can fail a test."""
-    is_call = isinstance(node, ast.Call) and called_name(node).lower().lstrip("_").startswith(("assert", "raises"))
-    return is_call or isinstance(node, ast.Assert | ast.Raise)
-
-
-class Counter(ast.NodeTransformer):
-    """Rewrites tests so that their checks are counted, and an assert that fails is recorded even if it is caught."""
+class Checks:
+    """Counts the checks of the tests, and records an assert that fails even if it is caught."""
 
     def __init__(self) -> None:
-        self.known, self.run, self.failed, self._expected = 0, 0, False, False
+        self.run, self.failed = 0, False
 
     def count(self, value: Any) -> Any:
         self.run += 1
@@ -314,30 +312,6 @@ class Counter(ast.NodeTransformer):
     def check(self, value: Any) -> bool:
         self.failed |= not self.count(value)
         return not self.failed
-
-    def _call(self, name: str, node: ast.expr) -> ast.expr:
-        self.known += 1
-        return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), [node], []), node)
-
-    def visit_Assert(self, node: ast.Assert) -> ast.Assert:
-        self.generic_visit(node)
-        node.test = self._call("__count__" if self._expected else "__check__", node.test)
-        return node
-
-    def visit_Call(self, node: ast.Call) -> ast.Call:
-        self.generic_visit(node)
-        node.func = self._call("__count__", node.func) if is_check(node) else node.func
-        return node
-
-    def visit_With(self, node: ast.With) -> ast.With:
-        before, self._expected = self._expected, self._expected or any(map(is_check, ast.walk(node.items[0])))
-        self.generic_visit(node)
-        self._expected = before
-        return node
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom:
-        node.module, node.level = (node.module or "solution") if node.level else node.module, 0
-        return node
 
 
 class Collection:
@@ -381,33 +355,44 @@ def take_over_frameworks(tests: str, collects: bool) -> Callable[..., Any] | Non
     return run
 
 
-def judge(channel: Channel, tests: str, to_collect: list[str], imports: list[str], code: str) -> bool:
+def update(value: Any, new: Any) -> None:
+    """Change the collections of the tests as the program has changed its copies."""
+    if isinstance(value, tuple):
+        for item, new_item in zip(value, new):
+            update(item, new_item)
+    elif isinstance(value, list | deque | dict | set) and value != new:
+        value.clear()
+        (value.update if isinstance(value, dict | set) else value.extend)(new)
+
+
+def judge(channel: Channel, tests: str, has_checks: bool, to_collect: list[str], imports: list[str], code: str) -> bool:
     """Run the tests. Returns whether the program has passed, or raises what the tests raise.
 
     Args:
         channel: To the solution process.
-        tests: Python code.
+        tests: Python code, with `__count__` and `__check__` around its checks (has_checks: it has some).
         to_collect: The functions and classes of the tests that pytest collects.
         imports: The names by which the tests import the program.
         code: The program.
     """
     requests = 0
 
-    def receive() -> Any:
+    def receive(*operands: Any) -> Any:
         printed, status, *content = channel.receive()
         sys.stdout.write(printed)
-        if status == "value":
-            return unpack(*content, lambda number: Remote(request, number))
-        return raise_again(*content)
+        if status != "value":
+            return raise_again(*content)
+        result, *after = (unpack(packed, lambda number: Remote(request, number)) for packed in content)
+        update(operands, after)
+        return result
 
     def request(operation: str, *operands: Any) -> Any:
         nonlocal requests
         requests += 1
         channel.send([operation, *(pack(item, _object_number) for item in operands)])
-        return receive()
+        return receive(*operands)
 
-    counter = Counter()
-    module = ast.fix_missing_locations(counter.visit(ast.parse(tests)))
+    checks = Checks()
     run_pytest = take_over_frameworks(tests, bool(to_collect))
     channel.send(code)
     names = receive()
@@ -419,10 +404,10 @@ def judge(channel: Channel, tests: str, to_collect: list[str], imports: list[str
     # Modules that the program has imported are imported again, since it may have changed them. Standard library only.
     known = {**{name: name for name in USUAL_MODULES}, **names["modules"]}
     known = {n: m for n, m in known.items() if m.partition(".")[0] in sys.stdlib_module_names and n in names_in(tests)}
-    namespace = {"__name__": "__main__", "__file__": "tests.py", "__count__": counter.count, "__check__": counter.check}
+    namespace = {"__name__": "__main__", "__file__": "tests.py", "__count__": checks.count, "__check__": checks.check}
     namespace |= {n: importlib.import_module(m) for n, m in known.items()} | {name: program[name] for name in used}
     try:
-        exec(compile(module, "tests.py", "exec"), namespace)
+        exec(compile(tests, "tests.py", "exec"), namespace)
     except SystemExit as end:
         if isinstance(end, ProgramExit) or end.code not in (None, 0):
             raise
@@ -430,9 +415,9 @@ def judge(channel: Channel, tests: str, to_collect: list[str], imports: list[str
         name: v for name, v in namespace.items() if not name.startswith(("test", "Test")) and type(v) is not Remote
     }
     passed = not to_collect or run_collected({**fixtures, **{n: namespace[n] for n in to_collect}}, run_pytest)
-    if passed and not counter.run and requests == len(program):
+    if passed and not checks.run and requests == len(program):
         raise BadTests("they have called nothing of the program, and run no assert")
-    return passed and requests > 0 and not counter.failed and (counter.run > 0 or not counter.known)
+    return passed and requests > 0 and not checks.failed and (checks.run > 0 or not has_checks)
 
 
 def names_in(tests: str) -> set[str]:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.rewards.rules.answers.extract import visible_text
-from verl.rewards.sandbox.assert_program import USUAL_MODULES, called_name, is_check
+from verl.rewards.sandbox.assert_program import USUAL_MODULES
 
 _FENCE = re.compile(
     r"(?<![`~])(?P<fence>`{3,}|~{3,})[ \t]*(?P<info>[^`\n]*)\n(?P<code>.*?)"
@@ -118,10 +118,11 @@ def _names(module: ast.Module) -> tuple[set[str], set[str]]:
 
 
 def read_tests(ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
-    """Return tests of any form as {"fn_name", "inputs", "outputs"} or {"source", "before", "to_collect", "imports"}.
+    """Return tests of any form as {"fn_name", "inputs", "outputs"} or {"source", "before"}.
 
-    "inputs" are texts, or [arguments, keywords] of the function. "before" is code that comes before the program.
-    Values that the ground truth lacks, such as the name of the function, are taken from `extra_info`.
+    "inputs" are texts, or [arguments, keywords] of the function. "source" is what `judge` of assert_program takes,
+    "before" is code that comes before the program. Values that the ground truth lacks, such as the name of the
+    function, are taken from `extra_info`.
 
     Raises:
         ValueError: If the tests have none of the forms, or cannot fail.
@@ -246,7 +247,9 @@ def _read_source(tests: Mapping[str, Any], context: Mapping[str, Any]) -> dict[s
         raise ValueError(f"the tests are not valid Python: {error}") from error
     check_source(module)
     imports = sorted(imported_modules(module) & PROGRAM_MODULES)
-    return {"source": source, "before": before, "to_collect": sorted(collected(module)), "imports": imports}
+    to_collect, checks = sorted(collected(module)), _Checks()
+    source = ast.unparse(ast.fix_missing_locations(checks.visit(module)))
+    return {"source": [source, checks.known > 0, to_collect, imports], "before": before}
 
 
 def check_source(module: ast.Module) -> None:
@@ -275,6 +278,53 @@ def check_source(module: ast.Module) -> None:
         raise ValueError(f"tests with {unsupported} are not supported: the program runs in another process")
     if any(isinstance(node, ast.AsyncFunctionDef) for node in nodes):
         raise ValueError("async tests are not supported: the program runs in another process")
+
+
+def called_name(node: ast.Call) -> str:
+    """The last name of what is called: "assertEqual" for `self.assertEqual(1, 2)`."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def is_check(node: ast.AST) -> bool:
+    """Whether code can fail a test."""
+    name = called_name(node).lower().lstrip("_") if isinstance(node, ast.Call) else ""
+    is_call = name.startswith(("assert", "raises")) and name != "assertionerror"
+    return is_call or isinstance(node, ast.Assert | ast.Raise)
+
+
+class _Checks(ast.NodeTransformer):
+    """Rewrites tests so that `assert_program.Checks` counts their checks."""
+
+    def __init__(self) -> None:
+        self.known, self._expected = 0, False
+
+    def _call(self, name: str, node: ast.expr) -> ast.expr:
+        self.known += 1
+        return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), [node], []), node)
+
+    def visit_Assert(self, node: ast.Assert) -> ast.Assert:
+        self.generic_visit(node)
+        node.test = self._call("__count__" if self._expected else "__check__", node.test)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        node.func = self._call("__count__", node.func) if is_check(node) else node.func
+        return node
+
+    def visit_With(self, node: ast.With | ast.FunctionDef) -> ast.AST:
+        heads = node.items if isinstance(node, ast.With) else node.decorator_list
+        before, text = self._expected, " ".join(map(ast.unparse, heads)).lower()
+        self._expected |= any(word in text for word in ("raises", "xfail"))
+        self.generic_visit(node)
+        self._expected = before
+        return node
+
+    visit_FunctionDef = visit_With
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom:
+        node.module, node.level = (node.module or "solution") if node.level else node.module, 0
+        return node
 
 
 def imported_modules(module: ast.AST) -> set[str]:

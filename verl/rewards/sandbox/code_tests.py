@@ -100,11 +100,12 @@ def _with_room_for(output: str, limits: Limits) -> Limits:
 def _run_source(code: str, tests: Mapping[str, Any], limits: Limits) -> Iterator[bool]:
     token = secrets.token_hex(16)
     judge = _JUDGE.read_text(encoding="utf-8")
-    stdin = json.dumps([token, tests["source"], tests["to_collect"], tests["imports"], code])
+    stdin = json.dumps([token, *tests["source"], code])
     finished = run_program(judge, limits=limits, stdin=stdin)
     verdict = finished.stdout.partition(f"\n{token} ")[2].partition("\n")[0]
     if verdict.startswith("bad "):
-        raise ValueError(f"code: the tests cannot be run: {json.loads(verdict[4:])}. Found {tests['source']!r:.300}")
+        source = tests["source"][0].replace("__check__", "").replace("__count__", "")
+        raise ValueError(f"code: the tests cannot be run: {json.loads(verdict[4:])}. Found {source!r:.300}")
     yield finished.failure is None and verdict == "passed"
 
 
