@@ -199,7 +199,7 @@ for generation in range(3):
 time.sleep(0.3)
 {ends}
 """
-    finished, _ = run_program(code, limits=Limits(2.0, cpu_seconds=2.0, memory_bytes=1 << 30, output_bytes=1 << 20))
+    finished = run_program(code, limits=Limits(2.0, cpu_seconds=2.0, memory_bytes=1 << 30, output_bytes=1 << 20))
     pids = [int(pid) for pid in finished.stdout.split()]
     assert len(pids) >= 3
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

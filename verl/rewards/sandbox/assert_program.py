@@ -1,12 +1,13 @@
-"""Run asserts about a program in a separate process from the program. `code_tests` runs this file as a script.
+"""Run tests of a program in a separate process from the program. `code_tests` runs this file as a script.
 
-    judge      runs tests.py. Names that the tests do not define are requested from the solution process.
-    solution   runs solution.py, then serves requests: call a function, read an attribute.
+    judge      runs the tests. Names that the tests do not define are requested from the solution process.
+    solution   runs the program, then serves requests: call a function, read an attribute.
 
 The two exchange plain data as text. A value that the tests compare is therefore a number, a text or a collection of
-these, never an object of the program with a custom `==`. The tests, the expected values and the verdict (the judge's
-exit status) exist only in the judge, whose memory other processes cannot read (see program_boot). Whatever the program
-does to its own process or writes to the channel counts as the return values of its functions.
+these, never an object of the program with a custom `==`. The tests, the expected values and the verdict exist only in
+the judge, whose memory other processes cannot read (see program_boot). Whatever the program does to its own process or
+writes to the channel counts as the return values of its functions. The verdict is a line of standard output that begins
+with a random token, which the judge alone has read from standard input; it is written after all tests have run.
 
 Other objects stay in the solution process. The judge holds a `Remote`, which forwards calls, attributes, items, length,
 iteration and truth value, and equals no plain value. Helpers and classes that the tests take from the program are the
@@ -18,26 +19,39 @@ No module of the package is imported: the script runs in an isolated interpreter
 import ast
 import builtins
 import contextlib
+import functools
 import importlib
+import io
+import itertools
 import json
 import operator
 import os
 import subprocess
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterable
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 #: largest message in bytes
 MOST_BYTES = 1 << 24
 
+FOLDER = os.getcwd()
 ENDS_A_LOOP = ("StopIteration", "StopAsyncIteration")
+#: modules that graders import before a program, with their public names, in this order
+USUAL_MODULES = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
+)
 
-_COLLECTIONS = {"tuple": tuple, "list": list, "set": set, "frozenset": frozenset}
-_AS_TEXT = {"Decimal": Decimal, "Fraction": Fraction, "complex": complex}
+_COLLECTIONS = {cls.__name__: cls for cls in (tuple, list, set, frozenset, deque)}
+_BY_ARGUMENTS = {cls.__name__: cls for cls in (range, timedelta, datetime, date, time)}
+_AS_TEXT = {"Decimal": Decimal, "Fraction": Fraction, "complex": complex, "Path": Path}
 
 
 # ---- plain data as JSON ---------------------------------------------------------------------------------------------
@@ -59,6 +73,9 @@ def pack(value: Any, keep: Callable[[Any], int]) -> Any:
     for name, cls in _COLLECTIONS.items():
         if isinstance(value, cls):
             return [name, [pack(item, keep) for item in value]]
+    for name, cls in _BY_ARGUMENTS.items():
+        if isinstance(value, cls):
+            return [name, [pack(item, keep) for item in cls.__reduce__(value)[1]]]
     if isinstance(value, dict):
         return ["dict", [[pack(key, keep), pack(item, keep)] for key, item in value.items()]]
     if isinstance(value, bytes | bytearray):
@@ -68,6 +85,8 @@ def pack(value: Any, keep: Callable[[Any], int]) -> Any:
             return [name, str(value)]
     if isinstance(value, Integral | Real):
         return int(value) if isinstance(value, Integral) else float(value)
+    if isinstance(value, type) and issubclass(value, Exception):
+        return ["exception", [cls.__name__ for cls in value.__mro__]]
     return ["object", keep(value)]
 
 
@@ -85,15 +104,28 @@ def unpack(packed: Any, take: Callable[[int], Any]) -> Any:
     name, content = packed
     if name in _COLLECTIONS:
         return _COLLECTIONS[name](unpack(item, take) for item in content)
+    if name in _BY_ARGUMENTS:
+        return _BY_ARGUMENTS[name](*(unpack(item, take) for item in content))
     if name == "dict":
         return {unpack(key, take): unpack(item, take) for key, item in content}
     if name == "bytes":
         return content.encode("latin-1")
     if name in _AS_TEXT:
         return _AS_TEXT[name](content)
+    if name == "exception":
+        return exception_class(tuple(content))
     if name == "object":
         return take(content)
     raise ValueError(f"not a packed value: {name!r}")
+
+
+@functools.cache
+def exception_class(names: tuple[str, ...]) -> type[Exception]:
+    """The built-in exception of this name, or a new subclass of the next one. names: of a class and its bases."""
+    builtin = vars(builtins).get(names[0])
+    if isinstance(builtin, type) and issubclass(builtin, Exception):
+        return builtin
+    return type(names[0], (exception_class(names[1:]),), {})
 
 
 class Channel:
@@ -115,50 +147,66 @@ class Channel:
 
 # ---- solution process -----------------------------------------------------------------------------------------------
 
+#: methods that are forwarded to an object
+FORWARDED = ("setattr", "getitem", "setitem", "len", "bool", "str", "repr")
+#: operators of two objects of the program. With plain data, an object could be `< 3`, or 0 after `- 42`.
+OPERATORS = ("lt", "le", "add", "sub", "mul")
+
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda function, arguments, keywords: function(*arguments, **keywords),
-    "getattr": getattr,
-    "setattr": setattr,
-    "getitem": operator.getitem,
-    "equal": operator.eq,
+    **{name: getattr(operator, name, None) or getattr(builtins, name) for name in (*FORWARDED, *OPERATORS, "eq")},
+    "call": lambda function, arguments, keywords: function(*arguments, **dict(keywords)),
+    "next": lambda iterator, count: list(itertools.islice(iterator, count)),
     "instance": isinstance,
-    "len": len,
-    "list": list,
-    "bool": bool,
-    "text": str,
+    "enter": lambda manager: manager.__enter__(),
+    "exit": lambda manager: manager.__exit__(None, None, None),
+    "getattr": getattr,
+    "iter": iter,
 }
 
 
 def serve(channel: Channel) -> None:
-    """Run solution.py, send its names, then serve requests until the judge exits."""
+    """Receive and run the program, send its names, then serve requests until the judge exits."""
     kept: list[Any] = []
+    numbers: dict[int, int] = {}
     names: dict[str, Any] = {"__name__": "solution"}
-    operations = {**OPERATIONS, "global": names.__getitem__}
+    program = channel.receive()
+
+    def find(name: str) -> Any:
+        return names[name] if name in names else getattr(names["Solution"](), name)
+
+    operations = {**OPERATIONS, "global": find}
 
     def keep(value: Any) -> int:
-        kept.append(value)
-        return len(kept) - 1
+        if numbers.setdefault(id(value), len(kept)) == len(kept):
+            kept.append(value)
+        return numbers[id(value)]
 
-    def respond(compute: Callable[[], Any]) -> None:
-        try:
-            channel.send(["value", pack(compute(), keep)])
-        except Exception as error:
-            bases = [cls.__name__ for cls in type(error).__mro__]
-            channel.send(["raised", bases, str(error)[:2000]])
+    def respond(compute: Callable[..., Any], *packed: Any) -> None:
+        """Send the result, and the operands that the call has changed."""
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            try:
+                operands = [unpack(operand, kept.__getitem__) for operand in packed]
+                message = ["value", pack(compute(*operands), keep)]
+                after = [pack(operand, keep) for operand in operands]
+                message += after if after != list(packed) else []
+            except (Exception, SystemExit) as error:
+                message = ["raised", [cls.__name__ for cls in type(error).__mro__], str(error)[:2000]]
+        channel.send([printed.getvalue(), *message])
 
     def run_solution() -> dict[str, Any]:
-        with open("solution.py", encoding="utf-8") as file:
-            exec(compile(file.read(), "solution.py", "exec"), names)
+        nonlocal program
+        program = compile(program, "solution.py", "exec")
+        exec(program, names)
         modules = {name: value.__name__ for name, value in names.items() if isinstance(value, types.ModuleType)}
-        return {"modules": modules, "others": [name for name in names if name not in modules]}
+        methods = []
+        with contextlib.suppress(Exception):  # no class Solution, or one that needs arguments
+            methods = [name for name in dir(names["Solution"]()) if not name.startswith("_")]
+        return {"modules": modules, "others": [name for name in (*names, *methods) if name not in modules]}
 
-    channel.receive()
     respond(run_solution)
     while True:
         operation, *operands = channel.receive()
-        respond(
-            lambda name=operation, packed=operands: operations[name](*(unpack(v, kept.__getitem__) for v in packed))
-        )
+        respond(operations[operation], *operands)
 
 
 # ---- judge process --------------------------------------------------------------------------------------------------
@@ -174,7 +222,7 @@ class Remote:
         object.__setattr__(self, "_number", number)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._request("call", self, arguments, keywords)
+        return self._request("call", self, arguments, tuple(keywords.items()))
 
     def __getattr__(self, name: str) -> Any:
         # Library protocols such as numpy's __array_interface__ would let the program read the judge's memory.
@@ -182,75 +230,194 @@ class Remote:
             raise AttributeError(f"{name} of an object of the program is not forwarded")
         return self._request("getattr", self, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._request("setattr", self, name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._request("getitem", self, key)
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and bool(self._request("equal", self, other))
+        return isinstance(other, Remote) and bool(self._request("eq", self, other))
 
     def __hash__(self) -> int:
         return hash(self._number)
 
     def __iter__(self) -> Any:
-        return iter(self._request("list", self))
+        iterator, count = self._request("iter", self), 1
+        while items := self._request("next", iterator, count):
+            yield from items
+            count = min(2 * count, 1024)
+
+    def __next__(self) -> Any:
+        for item in self._request("next", self, 1):
+            return item
+        raise StopIteration
+
+    def __enter__(self) -> Any:
+        return self._request("enter", self)
+
+    def __exit__(self, *error: Any) -> None:
+        self._request("exit", self)
 
     def __instancecheck__(self, value: object) -> bool:
         return isinstance(value, Remote) and self._request("instance", value, self)
 
-    def __len__(self) -> int:
-        return self._request("len", self)
 
-    def __bool__(self) -> bool:
-        return self._request("bool", self)
+def _forwarded(name: str, needs_remote: bool) -> Callable[..., Any]:
+    def method(self: Remote, *operands: Any) -> Any:
+        is_plain = needs_remote and not isinstance(*operands, Remote)
+        return NotImplemented if is_plain else self._request(name, self, *operands)
 
-    def __str__(self) -> str:
-        return self._request("text", self)
+    return method
+
+
+for _name in (*FORWARDED, *OPERATORS):
+    setattr(Remote, f"__{_name}__", _forwarded(_name, _name in OPERATORS))
+
+
+class ProgramExit(SystemExit):
+    """The program has called `sys.exit`; the tests may expect it."""
+
+
+class BadTests(Exception):
+    """The tests cannot be run, or check nothing, whatever the program is. The first message is kept."""
+
+    message = ""
+
+    def __init__(self, message: str):
+        super().__init__(message)
+        BadTests.message = BadTests.message or message
 
 
 def _object_number(value: Any) -> int:
     if not isinstance(value, Remote):
-        raise TypeError(f"a {type(value).__name__} of the tests cannot be sent to the program")
+        raise BadTests(f"they give an object of type {type(value).__name__} to the program, which gets plain data only")
     return value._number
 
 
 def raise_again(names: list[str], text: str) -> None:
-    """Raise the nearest built-in exception that ends neither this process nor a loop.
+    """Raise an exception of the program again, as one that ends neither this process nor a loop.
 
     `all(map(f, cases))` would interpret a StopIteration raised by f as the end of the cases.
     """
-    for name in names:
-        cls = vars(builtins).get(name)
-        if isinstance(cls, type) and issubclass(cls, Exception) and name not in ENDS_A_LOOP:
-            raise cls(text)
-    raise RuntimeError(text)
+    if names[0] == "SystemExit":
+        raise ProgramExit(int(text) if text.lstrip("-").isdecimal() else text)
+    raise RuntimeError(text) if set(names) & set(ENDS_A_LOOP) else exception_class(tuple(names))(text)
 
 
-def judge(channel: Channel, tests: str) -> None:
-    """Run the tests. An exception ends this process with a failure."""
+class Checks:
+    """Counts the checks of the tests, and records an assert that fails even if it is caught."""
 
-    def take(number: int) -> Remote:
-        return Remote(request, number)
+    def __init__(self) -> None:
+        self.run, self.failed = 0, False
 
-    def receive() -> Any:
-        status, *content = channel.receive()
-        if status == "value":
-            return unpack(*content, take)
-        return raise_again(*content)
+    def count(self, value: Any) -> Any:
+        self.run += 1
+        return value
+
+    def check(self, value: Any) -> bool:
+        self.failed |= not self.count(value)
+        return not self.failed
+
+
+class Collection:
+    """A plugin of pytest: collects from the names of a module."""
+
+    def __init__(self, names: dict[str, Any]):
+        self.names, self.outcomes, self.error = names, [], ""
+
+    def pytest_collection(self, session: Any) -> bool:
+        module = sys.modules["pytest"].Module.from_parent(session, path=Path("tests.py").absolute())
+        module.obj = types.ModuleType("tests")
+        vars(module.obj).update(self.names)
+        session.items = list(session.genitems(module))
+        session.testscollected = len(session.items)
+        return True
+
+    def pytest_collectreport(self, report: Any) -> None:
+        self.error = self.error or (report.longreprtext if report.failed else "")
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.outcomes += [report.outcome] if report.failed or report.when == "call" else []
+        self.error = report.longreprtext if "FixtureLookupError" in type(report.longrepr).__name__ else self.error
+
+
+def run_collected(names: dict[str, Any], run: Callable[..., Any]) -> bool:
+    """Run tests as `pytest.main` (run) does. Returns whether all have passed."""
+    plugin = Collection(names)
+    options = f"-q -c {os.devnull} --rootdir=. --noconftest --assert=plain --tb=short --capture=sys -p no:cacheprovider"
+    run([*options.split(), "-p", "no:faulthandler"], plugins=[plugin])
+    if plugin.error or not {"passed", "failed"} & set(plugin.outcomes):
+        raise BadTests(plugin.error[-1000:] or "no test has been run: all are skipped, or none is collected")
+    return "failed" not in plugin.outcomes
+
+
+def take_over_frameworks(tests: str, collects: bool) -> Callable[..., Any] | None:
+    """Return `pytest.main`. In the tests, it and `unittest.main` do nothing: what they would run is run afterwards."""
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    run = None
+    for framework in map(importlib.import_module, ("unittest", "pytest") if collects or "pytest" in tests else ()):
+        run, framework.main = framework.main, lambda *arguments, **keywords: 0
+    return run
+
+
+def update(value: Any, new: Any) -> None:
+    """Change the collections of the tests as the program has changed its copies."""
+    if isinstance(value, tuple):
+        for item, new_item in zip(value, new):
+            update(item, new_item)
+    elif isinstance(value, list | deque | dict | set) and value != new:
+        value.clear()
+        (value.update if isinstance(value, dict | set) else value.extend)(new)
+
+
+def judge(channel: Channel, tests: str, has_checks: bool, to_collect: list[str], imports: list[str], code: str) -> bool:
+    """Run the tests. Returns whether the program has passed, or raises what the tests raise.
+
+    Args:
+        channel: To the solution process.
+        tests: Python code, with `__count__` and `__check__` around its checks (has_checks: it has some).
+        to_collect: The functions and classes of the tests that pytest collects.
+        imports: The names by which the tests import the program.
+        code: The program.
+    """
+    requests = 0
+
+    def receive(*operands: Any) -> Any:
+        printed, status, *content = channel.receive()
+        sys.stdout.write(printed)
+        if status != "value":
+            return raise_again(*content)
+        result, *after = (unpack(packed, lambda number: Remote(request, number)) for packed in content)
+        update(operands, after)
+        return result
 
     def request(operation: str, *operands: Any) -> Any:
+        nonlocal requests
+        requests += 1
         channel.send([operation, *(pack(item, _object_number) for item in operands)])
-        return receive()
+        return receive(*operands)
 
-    channel.send("begin")
+    checks = Checks()
+    run_pytest = take_over_frameworks(tests, bool(to_collect))
+    channel.send(code)
     names = receive()
-    shared = {name: request("global", name) for name in program_names(tests, names["others"])}
+    used = program_names(tests, names["others"])
+    program = {n: request("global", n) for n in (names["others"] if imports else used) if not n.startswith("__")}
+    for name in imports:
+        sys.modules[name] = types.ModuleType(name)
+        vars(sys.modules[name]).update(program, __all__=[n for n in program if n[0] != "_" and n not in vars(builtins)])
     # Modules that the program has imported are imported again, since it may have changed them. Standard library only.
-    modules = {n: m for n, m in names["modules"].items() if m.partition(".")[0] in sys.stdlib_module_names}
-    imported = {n: importlib.import_module(m) for n, m in modules.items() if n in names_in(tests)}
-    exec(compile(tests, "tests.py", "exec"), {"__name__": "tests", **imported, **shared})
+    known = {**{name: name for name in USUAL_MODULES}, **names["modules"]}
+    known = {n: m for n, m in known.items() if m.partition(".")[0] in sys.stdlib_module_names and n in names_in(tests)}
+    namespace = {"__name__": "__main__", "__file__": "tests.py", "__count__": checks.count, "__check__": checks.check}
+    namespace |= {n: importlib.import_module(m) for n, m in known.items()} | {name: program[name] for name in used}
+    try:
+        exec(compile(tests, "tests.py", "exec"), namespace)
+    except SystemExit as end:
+        if isinstance(end, ProgramExit) or end.code not in (None, 0):
+            raise
+    fixtures = {
+        name: v for name, v in namespace.items() if not name.startswith(("test", "Test")) and type(v) is not Remote
+    }
+    passed = not to_collect or run_collected({**fixtures, **{n: namespace[n] for n in to_collect}}, run_pytest)
+    if passed and not checks.run and requests == len(program):
+        raise BadTests("they have called nothing of the program, and run no assert")
+    return passed and requests > 0 and not checks.failed and (checks.run > 0 or not has_checks)
 
 
 def names_in(tests: str) -> set[str]:
@@ -280,18 +447,30 @@ def start_program() -> Channel:
     return Channel(response_read, request_write)
 
 
+def refuse_program_files(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook of the judge: no code is read from the folder that the program writes to."""
+    path = arguments[0] if event == "open" else None
+    if isinstance(path, str) and path.endswith((".py", ".pyc")) and os.path.realpath(path).startswith(FOLDER):
+        raise PermissionError(f"{path}: the tests cannot read code from the folder of the program")
+
+
 def main() -> None:
     sys.set_int_max_str_digits(0)
     if sys.argv[1:]:
         with contextlib.suppress(EOFError):  # the judge has exited
             serve(Channel(*map(int, sys.argv[1:])))
         return
+    token, *arguments = json.loads(sys.stdin.read())
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     channel = start_program()
-    with open("tests.py", encoding="utf-8") as file:
-        tests = file.read()
-    os.remove("tests.py")
-    sys.path.remove("")  # from here on the program writes to this folder: nothing may be imported from it
-    judge(channel, tests)
+    sys.path.remove("")  # the program writes to this folder: nothing may be imported from it
+    sys.addaudithook(refuse_program_files)
+    verdict = "failed"
+    try:
+        verdict = "passed" if judge(channel, *arguments) else "failed"
+    finally:
+        verdict = f"bad {json.dumps(BadTests.message)}" if BadTests.message else verdict
+        os.write(1, f"\n{token} {verdict}\n".encode())
 
 
 if __name__ == "__main__":

@@ -4,32 +4,36 @@ import ast
 import contextlib
 import json
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from verl.rewards.functions import register_reward
+from verl.rewards.sandbox.code_forms import extract_code, read_tests, with_imports
 from verl.rewards.sandbox.pool import Limits
 from verl.rewards.sandbox.programs import run_program
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*(?:[\w+-]*)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
-
 # Asserts run in a separate process from the response's code, which can see neither the tests nor the verdict.
-_ASSERTS = Path(__file__).with_name("assert_program.py")
+_JUDGE = Path(__file__).with_name("assert_program.py")
 
-# One result per line, so that results of earlier calls survive a call that fails.
+# One result per line, so that results of earlier calls survive a call that fails. What the program prints is dropped.
 _CALLS = """
-import json, sys
-calls, name = json.load(open("calls.json")), sys.argv[1]
-names = {"__name__": "solution"}
-exec(compile(open("solution.py").read(), "solution.py", "exec"), names)
-function = names[name] if name in names else getattr(names["Solution"](), name)
-with open("results", "w") as results:
-    for arguments in calls:
-        results.write(json.dumps(function(*arguments)) + "\\n")
-        results.flush()
+import json, os, sys
+code, name, calls = json.load(sys.stdin)
+results = os.fdopen(os.dup(1), "w")
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+program, names = compile(code, "solution.py", "exec"), {"__name__": "solution"}
+del code
+exec(program, names)
+function = getattr(names["Solution"](), name) if hasattr(names.get("Solution"), name) else names[name]
+for arguments, keywords in calls:
+    if arguments and isinstance(arguments[0], dict) and all(key.lstrip("-").isdecimal() for key in arguments[0]):
+        arguments[0] = {int(key): value for key, value in arguments[0].items()}  # JSON has no other keys than text
+    result = function(*arguments, **keywords)
+    results.write(json.dumps(result, default=lambda value: value.tolist()) + "\\n")
+    results.flush()
 """
 
 
@@ -46,16 +50,12 @@ def code_reward(
 ) -> dict[str, Any]:
     """Return 1.0 if the program in the response passes all tests, otherwise 0.0.
 
-    The program is the last fenced code block of the response, or the whole response without one. It is judged only by
-    what it prints or returns (see `assert_program`), so tests can pass plain data to it, but not objects.
+    The program is the last block of Python of the response (see `extract_code`). It is judged only by what it prints
+    or returns (see `assert_program`), so tests can pass plain data to it, but not objects.
 
     Args:
-        ground_truth: The tests, or their JSON text, in one of these forms:
-
-            - {"inputs": [...], "outputs": [...]}: texts for standard input, and the expected output
-            - {"fn_name": "f", "inputs": [[arguments], ...], "outputs": [...]}: calls, and their return values
-            - {"test_list": ["assert f(1) == 2", ...]}, a list of such lines, or {"test": code, "entry_point": "f"},
-              where the code defines `check(candidate)`
+        ground_truth: The tests, or their JSON text, in one of the forms of docs/rewards.md.
+        extra_info: May have what the ground truth lacks: fn_name, entry_point, metadata, prompt.
         timeout: Seconds per program run: for each standard input, or for all calls or asserts together.
         memory_limit_mb: Memory limit per program run in MiB (Linux only).
         partial: Score the fraction of passed tests.
@@ -65,13 +65,13 @@ def code_reward(
         tests after the first failure are not run.
 
     Raises:
-        ValueError: If the tests have none of these forms.
+        ValueError: If the tests have none of the forms, cannot be run, or cannot fail.
     """
     limits = Limits(timeout, cpu_seconds=timeout, memory_bytes=memory_limit_mb << 20, output_bytes=1 << 20)
     code = extract_code(solution_str)
-    count, results = _start(code, _read_tests(ground_truth), limits)
+    count, results = _start(code, read_tests(ground_truth, extra_info), limits)
     passed = 0
-    for is_passed in results:
+    for is_passed in results if code.strip() else ():
         passed += is_passed
         if not is_passed and not partial:
             break
@@ -79,76 +79,46 @@ def code_reward(
     return {"score": fraction if partial else float(passed == count), "acc": float(passed == count), "passed": fraction}
 
 
-def extract_code(text: str) -> str:
-    """Return the last fenced code block of a text, even if it is not closed; the whole text if there is none."""
-    blocks = _FENCE.findall(text)
-    return blocks[-1] if blocks else text
-
-
-def _read_tests(ground_truth: Any) -> dict[str, Any]:
-    tests = ground_truth
-    if isinstance(tests, str):
-        try:
-            tests = json.loads(tests)
-        except json.JSONDecodeError:
-            tests = [tests]
-    if isinstance(tests, Sequence) and not isinstance(tests, str):
-        tests = {"test_list": list(tests)}
-    if isinstance(tests, Mapping):
-        keys = {k for k, v in tests.items() if v is not None and len(v)}
-        pairs = {"inputs", "outputs"} <= keys and len(tests["inputs"]) == len(tests["outputs"])
-        if pairs or "test_list" in keys or {"test", "entry_point"} <= keys:
-            return dict(tests)
-    raise ValueError(
-        "code: ground truth: expected {inputs, outputs} of equal length (with fn_name for calls), {test_list} or "
-        f"{{test, entry_point}}, none of them empty, found {ground_truth!r:.300}"
-    )
-
-
 def _start(code: str, tests: Mapping[str, Any], limits: Limits) -> tuple[int, Iterator[bool]]:
     """Return the number of tests and an iterator that runs them and yields whether each one passes."""
-    if tests.get("fn_name"):
-        return len(tests["inputs"]), _run_calls(code, tests, limits)
-    if tests.get("inputs"):
-        return len(tests["inputs"]), _run_inputs(code, tests, limits)
-    if tests.get("test_list"):
-        return 1, _run_asserts(code, "\n".join(tests["test_list"]), limits)
-    return 1, _run_asserts(code, f"{tests['test']}\ncheck({tests['entry_point']})\n", limits)
+    if "source" in tests:
+        return 1, _run_source(with_imports(tests["before"] + code), tests, limits)
+    code = with_imports(code)
+    return len(tests["inputs"]), (_run_calls if tests["fn_name"] else _run_inputs)(code, tests, limits)
 
 
 def _run_inputs(code: str, tests: Mapping[str, Any], limits: Limits) -> Iterator[bool]:
-    for case, expected in zip(tests["inputs"], tests["outputs"]):
-        stdin = "\n".join(map(str, case)) if isinstance(case, list) else str(case)
-        expected_text = "\n".join(map(str, expected)) if isinstance(expected, list) else str(expected)
-        case_limits = replace(
-            limits, output_bytes=max(limits.output_bytes, 2 * len(expected_text.encode(errors="replace")))
-        )
-        finished, _ = run_program(code, limits=case_limits, stdin=stdin)
-        yield finished.failure is None and same_output(finished.stdout, expected_text)
+    for stdin, expected in zip(tests["inputs"], tests["outputs"]):
+        finished = run_program(code, limits=_with_room_for(expected, limits), stdin=stdin)
+        yield finished.failure is None and same_output(finished.stdout, expected)
 
 
-def _run_asserts(code: str, tests: str, limits: Limits) -> Iterator[bool]:
-    try:
-        ast.parse(tests)
-    except SyntaxError as error:
-        raise ValueError(f"code: the tests are not valid Python: {error}: {tests!r:.300}") from error
-    files = {"solution.py": code, "tests.py": tests}
-    finished, _ = run_program(_ASSERTS.read_text(encoding="utf-8"), limits=limits, files=files)
-    yield finished.failure is None
+def _with_room_for(output: str, limits: Limits) -> Limits:
+    return replace(limits, output_bytes=max(limits.output_bytes, 2 * len(output.encode(errors="replace"))))
+
+
+def _run_source(code: str, tests: Mapping[str, Any], limits: Limits) -> Iterator[bool]:
+    token = secrets.token_hex(16)
+    judge = _JUDGE.read_text(encoding="utf-8")
+    stdin = json.dumps([token, *tests["source"], code])
+    finished = run_program(judge, limits=limits, stdin=stdin)
+    verdict = finished.stdout.partition(f"\n{token} ")[2].partition("\n")[0]
+    if verdict.startswith("bad "):
+        source = tests["source"][0].replace("__check__", "").replace("__count__", "")
+        raise ValueError(f"code: the tests cannot be run: {json.loads(verdict[4:])}. Found {source!r:.300}")
+    yield finished.failure is None and verdict == "passed"
 
 
 def _run_calls(code: str, tests: Mapping[str, Any], limits: Limits) -> Iterator[bool]:
-    calls = [_arguments(case) for case in tests["inputs"]]
-    files = {"solution.py": code, "calls.json": json.dumps(calls), "results": ""}
-    _, files = run_program(_CALLS, limits=limits, files=files, arguments=(tests["fn_name"],))
-    lines = files["results"].splitlines()
+    limits = _with_room_for(_as_json(tests["outputs"]), limits)
+    finished = run_program(_CALLS, limits=limits, stdin=_as_json([code, tests["fn_name"], tests["inputs"]]))
+    lines = finished.stdout.splitlines()
     for i, expected in enumerate(tests["outputs"]):
         yield i < len(lines) and _is_result(lines[i], expected)
 
 
-def _arguments(case: Any) -> list:
-    """Return the arguments of one call, given as a list or as text with one JSON value per line."""
-    return [json.loads(line) for line in case.splitlines() if line.strip()] if isinstance(case, str) else list(case)
+def _as_json(value: Any) -> str:
+    return json.dumps(value, default=lambda array: array.tolist())
 
 
 def _is_result(line: str, expected: Any) -> bool:
@@ -161,9 +131,10 @@ def _is_result(line: str, expected: Any) -> bool:
     if isinstance(expected, list) and len(expected) == 1:
         accepted.append(expected[0])
     if isinstance(expected, str):
-        with contextlib.suppress(ValueError, SyntaxError):  # otherwise it is plain text
-            accepted.append(ast.literal_eval(expected))
-    return any(_close(result, json.loads(json.dumps(value))) for value in accepted)
+        for read in (json.loads, ast.literal_eval):
+            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):  # it is plain text
+                accepted.append(read(expected))
+    return any(_close(result, json.loads(_as_json(value))) for value in accepted)
 
 
 def _close(a: Any, b: Any) -> bool:

@@ -1,6 +1,6 @@
 """The supervisor of a program: sets its limits, waits for it, and ends all its child processes.
 
-    python -I program_boot.py CPU_SECONDS MEMORY_BYTES OUTPUT_BYTES HAS_SHARED_MEMORY PROGRAM [ARGUMENT ...]
+    python -I program_boot.py CPU_SECONDS MEMORY_BYTES OUTPUT_BYTES HAS_SHARED_MEMORY PROGRAM
     python -I program_boot.py                 fails if the system does not allow HAS_SHARED_MEMORY=1
 
 -1: no limit.
@@ -76,7 +76,7 @@ MOST_PROCESSES = 256
 MOST_FILES = 4096
 
 
-def run(limits: list[int], program: str, arguments: list[str], has_shared_memory: bool) -> None:
+def run(limits: list[int], program: str, has_shared_memory: bool) -> None:
     """Run the program in this process under its limits."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     if sys.platform == "linux":
@@ -90,7 +90,7 @@ def run(limits: list[int], program: str, arguments: list[str], has_shared_memory
             resource.setrlimit(name, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ |= {"HOME": os.getcwd(), "TMPDIR": os.getcwd()}
-    sys.argv = [program, *arguments]
+    sys.argv = [program]
     sys.path.insert(0, "")
     runpy.run_path(program, run_name="__main__")
 
@@ -118,21 +118,6 @@ def enter_copy(folder: str) -> None:
     os.chdir(f"{SHARED_MEMORY}/program")
     for name in os.listdir(folder):
         Path(name).write_bytes(Path(folder, name).read_bytes())
-
-
-def return_files(names: list[str], folder: str, most_bytes: int) -> None:
-    """Copy files of the current folder back, each up to that many bytes.
-
-    Names that are no longer regular files are skipped.
-    """
-    for name in names:
-        try:
-            with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-                content = file.read(most_bytes) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
-        except OSError:  # a link, a folder, or nothing
-            continue
-        if content is not None:
-            Path(folder, name).write_bytes(content)
 
 
 def adopt_orphans() -> None:
@@ -354,21 +339,19 @@ def main() -> None:
         return
     cpu, memory, output, has_shared_memory = map(int, sys.argv[1:5])
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
-    folder, names = os.getcwd(), os.listdir()
     if has_shared_memory:
+        folder = os.getcwd()
         mount_shared_memory(memory // 2)
         enter_copy(folder)
     if sys.platform == "linux":
         adopt_orphans()
     child = os.fork()
     if child == 0:
-        run([cpu, memory, output], sys.argv[5], sys.argv[6:], bool(has_shared_memory))
+        run([cpu, memory, output], sys.argv[5], bool(has_shared_memory))
         return
     status = wait_for(child, [cpu, memory, output], bool(has_shared_memory))
     if sys.platform == "linux":
         end_children()
-    if has_shared_memory:
-        return_files(names, folder, output)
     os._exit(status if status >= 0 else 128 - status)
 
 

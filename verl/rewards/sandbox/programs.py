@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,9 +80,7 @@ def has_shared_memory() -> bool:
     )
 
 
-def run_program(
-    code: str, *, limits: Limits, stdin: str = "", arguments: tuple[str, ...] = (), files: dict[str, str] | None = None
-) -> tuple[Finished, dict[str, str]]:
+def run_program(code: str, *, limits: Limits, stdin: str = "") -> Finished:
     """Run Python `code` as a script in a temporary folder, with this interpreter and without its environment.
 
     All processes started by the program are ended with it.
@@ -90,32 +89,23 @@ def run_program(
         code: The source of the script.
         limits: Limits on time, memory and output.
         stdin: Text for standard input.
-        arguments: Command line arguments.
-        files: Name -> content of further files in the folder.
-
-    Returns:
-        The result of the program, and the final content of `files`.
     """
     warn_about_missing_isolation()
     folder = tempfile.mkdtemp(prefix="program-")
     try:
-        for name, text in {"program.py": code, **(files or {})}.items():
-            (Path(folder) / name).write_text(text, encoding="utf-8", errors="replace")
-        with contextlib.ExitStack() as stack:  # the program may put a link or a pipe in the place of any file
-            opened = {name: stack.enter_context(open(f"{folder}/{name}", "rb")) for name in files or {}}
-            stdin_file = stack.enter_context(_read_only(stdin.encode(errors="replace")))
-            outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
-            failure = _run(folder, stdin_file, *outputs, arguments, limits)
-            stdout, stderr = (_read(file, limits.output_bytes) for file in outputs)
-            contents = {name: _read(file, limits.output_bytes) for name, file in opened.items()}
+        Path(folder, "program.py").write_text(code, encoding="utf-8", errors="replace")
+        with (
+            _read_only(stdin.encode(errors="replace")) as stdin_file,
+            tempfile.TemporaryFile() as stdout,
+            tempfile.TemporaryFile() as stderr,
+        ):
+            failure = _run(folder, stdin_file, stdout, stderr, limits)
+            return Finished(failure, *(_read(file, limits.output_bytes) for file in (stdout, stderr)))
     finally:
         _remove(folder)
-    return Finished(failure, stdout, stderr), contents
 
 
-def _run(
-    folder: str, stdin: BinaryIO, stdout: BinaryIO, stderr: BinaryIO, arguments: tuple[str, ...], limits: Limits
-) -> str | None:
+def _run(folder: str, stdin: BinaryIO, stdout: BinaryIO, stderr: BinaryIO, limits: Limits) -> str | None:
     bounds = (
         -1 if limits.cpu_seconds is None else int(limits.cpu_seconds) + 1,
         # Address space; only Linux has a limit that programs survive.
@@ -123,7 +113,7 @@ def _run(
         limits.output_bytes,
         int(has_shared_memory()),
     )
-    command = [sys.executable, "-I", str(_BOOT), *map(str, bounds), "program.py", *arguments]
+    command = [sys.executable, "-I", str(_BOOT), *map(str, bounds), "program.py"]
     environment = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
@@ -168,44 +158,9 @@ def _read(file: BinaryIO, limit: int) -> str:
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder of any depth and permissions. What cannot be removed remains.
-
-    Only the current folder is open, without a stack of calls: a program can nest folders deeper than a path, the
-    descriptors of a process and recursion allow.
-    """
-    with contextlib.suppress(OSError):
-        # the path of the current folder, and the entries of each folder of it that remain
-        names, remaining = [], [[folder]]
-        current = os.open("/", os.O_RDONLY)
-        try:
-            while names or remaining[-1]:
-                if remaining[-1]:
-                    name = remaining[-1].pop()
-                    os.chmod(name, 0o700, dir_fd=current)
-                    current = _enter(current, name)
-                    names.append(name)
-                    remaining.append(_remove_files(current))
-                    continue
-                remaining.pop()
-                name = names.pop()
-                current = _enter(current, ".." if names else "/")
-                os.rmdir(name, dir_fd=current)
-        finally:
-            os.close(current)
-
-
-def _enter(current: int, name: str) -> int:
-    """The descriptor of a folder, opened from the current one, which is closed."""
-    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=current)
-    os.close(current)
-    return descriptor
-
-
-def _remove_files(folder: int) -> list[str]:
-    """Remove everything but folders. Returns their names."""
-    with os.scandir(folder) as entries:
-        is_folder = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
-    for name in is_folder:
-        if not is_folder[name]:
-            os.unlink(name, dir_fd=folder)
-    return [name for name in is_folder if is_folder[name]]
+    """Remove a folder of any depth and permissions."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.path.exists(folder):
+        for command in (["chmod", "-R", "u+rwX", folder], ["rm", "-rf", folder]):
+            subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
