@@ -58,16 +58,21 @@ def check_columns(rows: Rows, config: schema.DataConfig) -> None:
             raise ValueError(f"{rows.names}: no column {key!r}{purpose} (data.{name}): {fix}")
 
 
-def other_columns(rows: Rows, config: schema.DataConfig, media: Sequence[str] = ()) -> list[str]:
-    """The columns that items keep unchanged. Columns whose names the batch uses itself are dropped with a warning.
+def reward_columns(rows: Rows, config: schema.DataConfig, media: Sequence[str] = ()) -> list[str]:
+    """The columns that reward functions receive in `extra_info`: all, except those with a place of their own.
 
     media: columns with images and videos, which are read.
     """
-    read = {*media, config.prompt_key, "data_source", "ability", "reward_model", "extra_info", "extro_info"}
-    others = [name for name in rows.columns if name not in read]
+    own = {*media, config.prompt_key, "data_source", "reward_model", "extra_info", "extro_info"}
+    return [name for name in rows.columns if name not in own]
+
+
+def other_columns(rows: Rows, names: Sequence[str]) -> list[str]:
+    """Those of `names` that items keep unchanged. Names that the batch uses itself are dropped with a warning."""
+    others = [name for name in names if name != "ability"]
     reserved = [name for name in others if name in COLUMNS or name == "index"]
     if reserved:
-        logger.warning("columns of the data files dropped, their names are reserved: %s", ", ".join(reserved))
+        logger.warning("%s: only rewards get the columns %s, whose names are reserved", rows.names, ", ".join(reserved))
     return [name for name in others if name not in reserved]
 
 

@@ -5,6 +5,7 @@ read_rows(files) -> Rows     parquet, jsonl, json, csv; folders and datasets of 
 
 import bisect
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -77,6 +78,13 @@ class Rows(Sequence):
         """The data source of a row that names none: the name of its file or dataset."""
         return self._locate(row)[0].source
 
+    def sources(self, column: str | None) -> tuple[np.ndarray, list[str]]:
+        """The data source of every row, as the index of a name, and the names. column: None for those of the files."""
+        codes: dict[str, int] = {}
+        names = (file.values(column) if column else itertools.repeat(file.source, len(file)) for file in self.files)
+        indices = (codes.setdefault(str(name), len(codes)) for name in itertools.chain.from_iterable(names))
+        return np.fromiter(indices, dtype=np.int32), list(codes)
+
     def folder(self, row: int) -> Path:
         """The folder of the file of a row, where relative paths in it start; that of rows in memory is the current."""
         return self._locate(row)[0].path.parent
@@ -108,6 +116,10 @@ class SelectedRows(Rows):
 
     def _locate(self, row: int) -> tuple[File, int]:
         return self._rows._locate(int(self._indices[row]))
+
+    def sources(self, column: str | None) -> tuple[np.ndarray, list[str]]:
+        indices, names = self._rows.sources(column)
+        return indices[self._indices], names
 
     def number(self, row: int) -> int:
         return self._rows.number(int(self._indices[row]))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import OmegaConf
 from torch.utils.data import Dataset
 
@@ -17,7 +18,7 @@ from verl.columns import strict_check_enabled
 from verl.config import schema
 from verl.config.public.upstream import upstream_defaults
 from verl.data.bad_rows import RepeatedRows, check_values
-from verl.data.columns import NO_TRUTH, check_columns, find_columns, other_columns, reward_model
+from verl.data.columns import NO_TRUTH, check_columns, find_columns, other_columns, reward_columns, reward_model
 from verl.data.dataset import DatasetConfig, Encoded, TokenizedDataset, describe_overlong, rows_to_use
 from verl.data.files import Rows, extra_info_column, is_streamed, read_rows
 from verl.data.media import MediaPrompt, first_and_spread, media_columns
@@ -69,9 +70,9 @@ class RLHFDataset(TokenizedDataset):
     `answer` becomes text.
 
     `dataset[i]` is a dict: prompt_ids (list of int), raw_prompt (messages or text), data_source, ability, reward_model,
-    extra_info, index (the row's number in the files), and the other columns of the row. With a processor it also has
-    multi_modal_data (decoded images and videos), multi_modal_inputs (the tensors of the processor) and raw_prompt_ids
-    (with one placeholder for each image); the first two are None for a text-only row.
+    extra_info (with the other columns), index (the row's number in the files), and the other columns of the row. With
+    a processor it also has multi_modal_data (decoded images and videos), multi_modal_inputs (the tensors of the
+    processor) and raw_prompt_ids (with one placeholder for each image); the first two are None for a text-only row.
 
     A subclass may override `__getitem__`, and as in public verl `_build_messages` (the prompt of a row),
     `_read_files_and_tokenize` (sets `self.dataframe`, a sequence of dicts) and `maybe_filter_out_long_prompts` (selects
@@ -135,7 +136,8 @@ class RLHFDataset(TokenizedDataset):
         self.prompt_key = self.config.prompt_key
         check_columns(rows, self.config)
         self._extra_info = extra_info_column(rows)
-        self._other_columns = other_columns(rows, self.config, media_columns(self.config) if self.media else ())
+        self._reward_columns = reward_columns(rows, self.config, media_columns(self.config) if self.media else ())
+        self._other_columns = other_columns(rows, self._reward_columns)
         if self.streaming:
             return self._stream(rows)
         self._prompt_ids: TokenTable | LazyPrompts = TokenTable()
@@ -220,11 +222,19 @@ class RLHFDataset(TokenizedDataset):
             "data_source": self._data_source(row, self.dataframe, item),
             "ability": row.get("ability") or "",
             "reward_model": reward_model(row, location, self.config.ground_truth_key),
-            "extra_info": row.get(self._extra_info) or {},
+            "extra_info": {name: row[name] for name in self._reward_columns} | dict(row.get(self._extra_info) or {}),
             "index": self.dataframe.number(item),
             "raw_prompt": prompt.messages if isinstance(prompt, MediaPrompt) else prompt,
         }
         return fields if self.media is None else fields | self.media.columns(prompt, fields["prompt_ids"])
+
+    def items_by_source(self) -> dict[str, np.ndarray]:
+        """The items of each data source, by which their reward is selected."""
+        self._ensure_tokenized()
+        keys = (self.config.reward_fn_key, "data_source")
+        indices, names = self.dataframe.sources(next((key for key in keys if key in self.dataframe.columns), None))
+        items = {name: np.flatnonzero(indices == i) for i, name in enumerate(names)}
+        return {name: each for name, each in items.items() if len(each)}
 
     def describe(self, item: int) -> tuple[str, list[str]]:
         """The text of a prompt as the model reads it, with special tokens, and lines about its images and videos."""

@@ -38,6 +38,7 @@ class PromptWithResponses:
     """
 
     key: str
+    prompt: Any
     data_source: str
     ground_truth: Any
     extra_info: Mapping[str, Any]
@@ -96,12 +97,14 @@ def _read_row(
         raise ValueError(f"{location}: expected a name in column {data.data_source_key!r}, found {source!r}")
     prompt = json.dumps([source, row[data.prompt_key]], sort_keys=True, default=str)
     seen[prompt] += 1
+    own = (data.prompt_key, data.response_key, data.data_source_key, data.reward_model_key, extra_info)
     return PromptWithResponses(
         # a prompt that occurs twice in a file counts as two prompts
         key=f"{prompt}#{seen[prompt]}",
+        prompt=row[data.prompt_key],
         data_source=source,
         ground_truth=_ground_truth(row, location, data),
-        extra_info=row.get(extra_info) or {},
+        extra_info={k: v for k, v in row.items() if k not in own} | dict(row.get(extra_info) or {}),
         responses=responses,
         location=location,
     )
@@ -134,6 +137,7 @@ def iterate_batches(prompts: Sequence[PromptWithResponses]) -> Iterator[DataProt
                 "data_source": [prompt.data_source for prompt, _, _ in selected],
                 "ground_truth": [prompt.ground_truth for prompt, _, _ in selected],
                 "extra_info": [prompt.extra_info for prompt, _, _ in selected],
+                "raw_prompt": [prompt.prompt for prompt, _, _ in selected],
                 "location": [f"{prompt.location}, response {i}" for prompt, _, i in selected],
             }
         )
@@ -159,7 +163,7 @@ class Scorer:
         columns = batch.non_tensor_batch
         names = ("data_source", "response", "ground_truth", "extra_info")
         samples = [
-            Sample(*values, number=i, total=len(batch), uid=columns["location"][i])
+            Sample(*values, i, len(batch), columns["location"][i], columns["raw_prompt"][i])
             for i, values in enumerate(zip(*(columns[name] for name in names)))
         ]
         scores, accs, failed = [0.0] * len(samples), [0.0] * len(samples), [False] * len(samples)
@@ -202,7 +206,7 @@ def score_prompts(prompts: Sequence[PromptWithResponses], scorer: Scorer, right_
         RewardError: If a response cannot be scored (see `Scorer`), or if none can be.
     """
     batches = iterate_batches(prompts)
-    reads = ("response", "data_source", "ground_truth", "extra_info", "location")
+    reads = ("response", "data_source", "ground_truth", "extra_info", "raw_prompt", "location")
     pipeline = DataFlow(
         [
             Operator("responses", lambda: next(batches), writes=(*reads, "prompt_index")),
