@@ -28,11 +28,11 @@ def test_a_wrong_reward_is_a_warning_before_the_run(config, caplog, reward, faul
     try_out(config, [{**ROW, "data_source": "a/b"}] * 4, reward)
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "REWARD" in r.getMessage()]
     assert len(warnings) == (fault is not None)
-    assert fault is None or fault in warnings[0] and "data source 'a/b'" in warnings[0]
+    assert fault is None or (fault in warnings[0] and "data source 'a/b'" in warnings[0])
 
 
 def test_a_parameter_that_is_no_column_ends_the_start(config):  # noqa: F811
-    with pytest.raises(ValueError, match="no value for level: it is no column of the data .*: answer, "):
+    with pytest.raises(ValueError, match=r"no value for level: it is no column of the data .*: answer, "):
         try_out(config, [ROW] * 4, lambda response, level: 1.0)
 
 

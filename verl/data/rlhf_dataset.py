@@ -18,9 +18,19 @@ from verl.columns import strict_check_enabled
 from verl.config import schema
 from verl.config.public.upstream import upstream_defaults
 from verl.data.bad_rows import RepeatedRows, check_values
-from verl.data.columns import NO_TRUTH, check_columns, find_columns, other_columns, reward_columns, reward_model
+from verl.data.columns import (
+    NO_TRUTH,
+    check_columns,
+    data_source,
+    find_columns,
+    other_columns,
+    reward_columns,
+    reward_info,
+    reward_model,
+)
 from verl.data.dataset import DatasetConfig, Encoded, TokenizedDataset, describe_overlong, rows_to_use
 from verl.data.files import Rows, extra_info_column, is_streamed, read_rows
+from verl.data.forms import as_messages, read_prompt_column
 from verl.data.media import MediaPrompt, first_and_spread, media_columns
 from verl.data.media_source import FEWER_IMAGE_TOKENS
 from verl.data.readers import RowTable
@@ -193,7 +203,7 @@ class RLHFDataset(TokenizedDataset):
 
     def _build_messages(self, example: dict[str, Any]) -> Any:
         """The prompt of a row: messages or text."""
-        return example[self.prompt_key]
+        return read_prompt_column(example, self.prompt_key)
 
     def __len__(self) -> int:
         return len(self.dataframe)
@@ -219,10 +229,10 @@ class RLHFDataset(TokenizedDataset):
         prompt = self._prompt(row, location, self.dataframe.folder(item))
         fields = {name: row[name] for name in self._other_columns} | {
             "prompt_ids": self._prompt_ids[item],
-            "data_source": self._data_source(row, self.dataframe, item),
+            "data_source": data_source(row, self.dataframe, item, self.config.reward_fn_key),
             "ability": row.get("ability") or "",
             "reward_model": reward_model(row, location, self.config.ground_truth_key),
-            "extra_info": {name: row[name] for name in self._reward_columns} | dict(row.get(self._extra_info) or {}),
+            "extra_info": reward_info(row, self._reward_columns, self._extra_info),
             "index": self.dataframe.number(item),
             "raw_prompt": prompt.messages if isinstance(prompt, MediaPrompt) else prompt,
         }
@@ -245,20 +255,11 @@ class RLHFDataset(TokenizedDataset):
             return self.tokenizer.decode(ids), []
         return self.tokenizer.decode(self.media.process(prompt)["raw_prompt_ids"]), prompt.describe()
 
-    def _data_source(self, row: Mapping[str, Any], rows: Rows, index: int) -> str:
-        """The row's own source; otherwise the column that selects the reward; otherwise the name of its file."""
-        for key in ("data_source", self.config.reward_fn_key):
-            if key in row:
-                if not isinstance(row[key], str) or not row[key]:
-                    raise ValueError(f"{rows.location(index)}: expected a name in column {key!r}, found {row[key]!r}")
-                return row[key]
-        return rows.source(index)
-
     def _prompt(self, row: Mapping[str, Any], location: str, folder: Path) -> Prompt:
         """Messages if the prompt goes through the chat template, otherwise text."""
         if type(self)._build_messages is not RLHFDataset._build_messages:
             row = copy.deepcopy(row)  # it may change the messages in place
-        messages = self._build_messages(row)
+        messages = as_messages(self._build_messages(row))
         media_prompt = self.media.read(row, messages, folder, location) if self.media is not None else None
         return media_prompt or read_prompt(messages, self.config.prompt_format, self._has_template(), location)
 
@@ -289,7 +290,7 @@ class RLHFDataset(TokenizedDataset):
         check_values(row, location)
         refuse_media(row, self._refused, location)
         reward_model(row, location, self.config.ground_truth_key)
-        self._data_source(row, rows, index)
+        data_source(row, rows, index, self.config.reward_fn_key)
         if not isinstance(extra := row.get(self._extra_info) or {}, Mapping):
             raise ValueError(f"{location}: expected a dict in column {self._extra_info!r}, found {extra!r}")
         return self._prompt(row, location, rows.folder(index))

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from verl.checkpoints.atomic import atomic_write, check_folder
 from verl.config.schema.offline import GenerationConfig, GenerationDataConfig
 from verl.data.files import Rows, read_rows
+from verl.data.forms import PROMPTS, find_column, note_columns, read_prompt_column
 from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts
 from verl.data.media_files import relocated
 from verl.data.media_source import FEWER_IMAGE_TOKENS
@@ -84,6 +85,9 @@ def read_prompts(config: GenerationConfig, tokenizer: Any, processor: Any = None
     data = config.data
     rows = read_rows(data.path)
     files = rows.names
+    data = data.model_copy(update={"prompt_key": find_column(rows.columns, PROMPTS, data.prompt_key)})
+    config = config.model_copy(update={"data": data})
+    note_columns(files, rows.columns, {"prompt": data.prompt_key})
     if data.prompt_key not in rows.columns:
         raise ValueError(
             f"{files}: no column {data.prompt_key!r} for the prompt (data.prompt_key): "
@@ -118,7 +122,7 @@ def _reader(
     def read(index: int, row: Mapping[str, Any] | None = None) -> Prompt:
         row, location = rows[index] if row is None else row, rows.location(index)
         refuse_media(row, refused, location)
-        prompt = row[data.prompt_key]
+        prompt = read_prompt_column(row, data.prompt_key)
         media_prompt = None if media is None else media.read(row, prompt, rows.folder(index), location)
         return media_prompt or read_prompt(prompt, data.prompt_format, has_template, location)
 

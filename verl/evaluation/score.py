@@ -13,6 +13,7 @@ import numpy as np
 
 from verl.config.schema.offline import EvalConfig, EvalDataConfig, EvalRewardConfig
 from verl.data.files import DEFAULT_SOURCE, Rows, extra_info_column, read_rows
+from verl.data.forms import PROMPTS, TRUTHS, find_column
 from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.registry import did_you_mean
@@ -69,21 +70,30 @@ def read_responses(paths: Sequence[str], data: EvalDataConfig) -> list[PromptWit
     """Read prompts with their responses and check every row. Raises ValueError with file and row."""
     rows = read_rows(paths)
     files = rows.names
+    data = data.model_copy(update={"prompt_key": find_column(rows.columns, PROMPTS, data.prompt_key)})
+    truth = data.reward_model_key
+    truth = truth if truth in rows.columns else find_column(rows.columns, TRUTHS, TRUTHS[0])
     for key, column in {"prompt_key": data.prompt_key, "response_key": data.response_key}.items():
         if column not in rows.columns:
             raise ValueError(f"{files}: no column {column!r} (data.{key}): {did_you_mean(column, rows.columns)}")
-    if data.reward_model_key not in rows.columns and "answer" not in rows.columns:
+    if truth not in rows.columns:
         raise ValueError(
             f"{files}: no ground truth: expected a column {data.reward_model_key!r} ({{'ground_truth': ...}}; "
             f"data.reward_model_key) or a column 'answer'; found {', '.join(rows.columns)}"
         )
     seen: Counter[str] = Counter()
     extra_info = extra_info_column(rows)
-    return [_read_row(row, index, rows, data, seen, extra_info) for index, row in enumerate(rows)]
+    return [_read_row(row, index, rows, data, seen, extra_info, truth) for index, row in enumerate(rows)]
 
 
 def _read_row(
-    row: Mapping[str, Any], index: int, rows: Rows, data: EvalDataConfig, seen: Counter[str], extra_info: str
+    row: Mapping[str, Any],
+    index: int,
+    rows: Rows,
+    data: EvalDataConfig,
+    seen: Counter[str],
+    extra_info: str,
+    truth: str,
 ) -> PromptWithResponses:
     location = rows.location(index)
     responses = row[data.response_key]
@@ -103,17 +113,15 @@ def _read_row(
         key=f"{prompt}#{seen[prompt]}",
         prompt=row[data.prompt_key],
         data_source=source,
-        ground_truth=_ground_truth(row, location, data),
+        ground_truth=_ground_truth(row[truth], location, truth, truth == data.reward_model_key),
         extra_info={k: v for k, v in row.items() if k not in own} | dict(row.get(extra_info) or {}),
         responses=responses,
         location=location,
     )
 
 
-def _ground_truth(row: Mapping[str, Any], location: str, data: EvalDataConfig) -> Any:
-    column = data.reward_model_key if data.reward_model_key in row else "answer"
-    truth = row[column]
-    if column == data.reward_model_key:
+def _ground_truth(truth: Any, location: str, column: str, is_nested: bool) -> Any:
+    if is_nested:
         if not isinstance(truth, Mapping):
             raise ValueError(f"{location}: expected {{'ground_truth': ...}} in column {column!r}, found {truth!r:.80}")
         truth = truth.get("ground_truth")

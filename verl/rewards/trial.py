@@ -5,8 +5,9 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.rewards.functions import ScoreFunction
 from verl.rewards.rules.accuracy import final_answer
-from verl.rewards.rules.answers.rule import read_references
+from verl.rewards.rules.answers.rule import AnswerRule, read_references
 
 _THOUGHT = "<think>\nStep by step.\n</think>\n"
 _FORMS = ("{}", _THOUGHT + "The answer is \\boxed{{{}}}.\n#### {}\nAnswer: {}", _THOUGHT + "<answer>{}</answer>")
@@ -50,3 +51,16 @@ def describe_fault(scores: Mapping[str, Sequence[float]]) -> str | None:
     if scores["empty"][0] < short < long or scores["empty"][0] > short > long:
         fault += f"; its score {'grows' if short < long else 'falls'} with the length of the response"
     return f"{fault} (best scores: {', '.join(f'{kind} {value:g}' for kind, value in best.items())})"
+
+
+def explain(function: ScoreFunction, response: str, extra: Mapping[str, Any]) -> str:
+    """What a rule takes as the final answer of a response, and where it has found it; "" if that is not known."""
+    body = function.func
+    named = [
+        getattr(body, "__globals__", {}).get(name) for name in getattr(body, "__code__", explain.__code__).co_names
+    ]
+    rule = next((value for value in named if isinstance(value, AnswerRule)), None)
+    if rule is None:
+        return f"answer {extra['pred']!r}" if "pred" in extra else ""
+    answer = rule.extract(response)
+    return f"answer {answer.text!r} ({answer.source})"
