@@ -119,7 +119,9 @@ def test_training_reads_it(form, path, chat_tokenizer):
     prompt = "".join(message["content"] for message in found["raw_prompt"])
     assert "".join(prompt.split()).startswith("Whatis2+3?")
     assert ("C. 5" in prompt or "B. 5" in prompt) == ("choices" in row)
-    missing = row.keys() - found["extra_info"].keys() - {"prompt", "data_source", "reward_model", "extra_info", "images"}
+    missing = (
+        row.keys() - found["extra_info"].keys() - {"prompt", "data_source", "reward_model", "extra_info", "images"}
+    )
     assert len(missing) <= 1  # the column of the prompt
 
 

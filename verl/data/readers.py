@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,6 @@ class File(ABC):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[row] for row in range(len(self)))  # iterating a torch dataset may not end
 
-    def values(self, column: str) -> Iterable[Any]:
-        """The values of one column."""
-        return (row[column] for row in self)
-
     def location(self, row: int) -> str:
         return f"{self.path}, row {row} (the first is 0)"
 
@@ -87,9 +83,6 @@ class ParquetFile(File):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for start in range(0, len(self), _CHUNK):
             yield from self.table.slice(start, _CHUNK).to_pylist()
-
-    def values(self, column: str) -> Iterable[Any]:
-        return (value.as_py() for value in self.to_table().column(column))
 
     def to_table(self) -> pa.Table:
         return self.table
@@ -207,8 +200,6 @@ class ArrowCopy(File):
             for number in range(reader.num_record_batches):
                 yield from reader.get_batch(number).to_pylist()
 
-    values = ParquetFile.values
-
     def to_table(self) -> pa.Table:
         return self._reader.read_all()
 
@@ -233,10 +224,6 @@ class RowTable(File):
     def __getitem__(self, row: int) -> dict[str, Any]:
         with _LOCK:
             return dict(self._rows[row])
-
-    def values(self, column: str) -> Iterable[Any]:
-        # reading whole rows of a Hugging Face dataset would decode images
-        return self._rows[column] if hasattr(self._rows, "column_names") else super().values(column)
 
     def location(self, row: int) -> str:
         return super().location(row) if self._name else f"row {row} (the first is 0)"

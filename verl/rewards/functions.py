@@ -49,24 +49,17 @@ _BOUNDED: list[Callable] = []
 _NOT_ACCURACY: list[Callable] = []
 _NEEDS_TRUTH: list[Callable] = []
 
-# form -> role -> names of its parameter; the first that a function has is used. The first role identifies the form.
+_VALUES = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt")
+# form -> value -> names of its parameter; the first that a function has is used. "solution_str" identifies the form.
 _ROLES: dict[str, dict[str, tuple[str, ...]]] = {
-    "sample": {
+    "sample": {name: (name,) for name in _VALUES}
+    | {
         "solution_str": ("solution_str", "response", "completion", "sampled_response"),
         "ground_truth": ("ground_truth", "reference_answer"),
-        "data_source": ("data_source",),
-        "extra_info": ("extra_info",),
-        "prompt": ("prompt",),
     },
-    "batch": {
-        "solution_str": ("solution_strs",),
-        "ground_truth": ("ground_truths",),
-        "data_source": ("data_sources",),
-        "extra_info": ("extra_infos",),
-        "prompt": ("prompts",),
-    },
-    "columns (batch)": {"batch": ("batch",)},
-    "columns (data)": {"data": ("data",)},
+    "batch": {name: (f"{name}s",) for name in _VALUES},
+    "columns (batch)": {"solution_str": ("batch",)},
+    "columns (data)": {"solution_str": ("data",)},
 }
 COLUMN_FORMS = ("columns (batch)", "columns (data)")
 
@@ -182,46 +175,30 @@ class ScoreFunction:
         """Whether the function has a parameter of this name."""
         return name in _parameters(self.func)[0]
 
-    def __call__(
-        self,
-        *,
-        data_source: Any,
-        solution_str: Any,
-        ground_truth: Any = None,
-        extra_info: Any = None,
-        prompt: Any = None,
-    ) -> Any:
-        """Call the function and return its result. For the batch form each argument is a list."""
-        return self.func(**self.arguments(data_source, solution_str, ground_truth, extra_info, prompt))
+    def __call__(self, *, data_source: Any, solution_str: Any, **further: Any) -> Any:
+        """Call the function and return its result. For the batch form each argument is a list. See `arguments`."""
+        return self.func(**self.arguments(data_source, solution_str, **further))
 
     def arguments(
-        self, data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any, prompt: Any = None
+        self, data_source: Any, solution_str: Any, ground_truth: Any = None, extra_info: Any = None, prompt: Any = None
     ) -> dict[str, Any]:
         """Return the keyword arguments for `func`, `kwargs` included; columns of the data come from `extra_info`.
 
         Raises:
             ValueError: A parameter without default is not in `extra_info`.
         """
-        values = {
-            "data_source": data_source,
-            "solution_str": solution_str,
-            "ground_truth": ground_truth,
-            "extra_info": extra_info,
-            "prompt": prompt,
-        }
+        values = dict(zip(_VALUES, (data_source, solution_str, ground_truth, extra_info, prompt)))
         keywords = {name: values[role] for name, role in self._accepted.items()}
-        is_batch = self.form == "batch"
-        infos = (extra_info or ()) if is_batch else [extra_info or {}]
+        infos = (extra_info or ()) if self.form == "batch" else [extra_info or {}]
         for name, is_required in self._columns.items():
             if any(name in info for info in infos):
                 column = [info.get(name) for info in infos]
-                keywords[name] = column if is_batch else column[0]
+                keywords[name] = column if self.form == "batch" else column[0]
             elif is_required:
-                columns = ", ".join(sorted({key for info in infos for key in info})) or "none"
                 raise ValueError(
                     f"reward function {self.location}: no value for {name}: it is no column of the data (columns and "
-                    f"keys of extra_info: {columns}). Add a default, or set it in reward_kwargs\n"
-                    f"accepted:\n{ACCEPTED_FORMS}"
+                    f"keys of extra_info: {', '.join(sorted({key for info in infos for key in info})) or 'none'}). "
+                    f"Add a default, or set it in reward_kwargs\naccepted:\n{ACCEPTED_FORMS}"
                 )
         return {**keywords, **self.kwargs}
 
@@ -292,7 +269,7 @@ def _form(func: Callable) -> str:
     if not callable(func) or inspect.isclass(func):
         raise ValueError(f"a reward function must be callable, found {type(func).__name__}: {func!r}")
     names = _parameters(func)[0]
-    forms = [form for form, roles in _ROLES.items() if any(name in names for name in next(iter(roles.values())))]
+    forms = [form for form, roles in _ROLES.items() if any(name in names for name in roles["solution_str"])]
     forms = [form for form in forms if form not in COLUMN_FORMS] or forms  # `data` may be a column
     if len(forms) != 1:
         raise _wrong_signature(func, "its parameter names match none of the accepted forms")

@@ -11,7 +11,7 @@ from verl.rewards.rules.answers.rule import AnswerRule, read_references
 
 _THOUGHT = "<think>\nStep by step.\n</think>\n"
 _FORMS = ("{}", _THOUGHT + "The answer is \\boxed{{{}}}.\n#### {}\nAnswer: {}", _THOUGHT + "<answer>{}</answer>")
-_WRONG, _LONG = "987654321", "This needs more thought, so the response goes on. " * 20
+_WRONG = "987654321"
 _TESTS = re.compile(r"\n|\bassert\b|\bdef \b|\bimport \b")  # a reference that is no answer, but tests a program
 
 
@@ -32,7 +32,7 @@ def trial_responses(ground_truth: Any, solution: Any = None) -> dict[str, list[s
     right = [form.format(text, text, text) for text in answers for form in _FORMS]
     if isinstance(solution, str) and solution.strip():
         right += [solution, f"```python\n{solution}\n```"]
-    return {"right": right, "wrong": [*(form.format(*[_WRONG] * 3) for form in _FORMS), _LONG], "empty": [""]}
+    return {"right": right, "wrong": [*(form.format(*[_WRONG] * 3) for form in _FORMS), _WRONG * 20], "empty": [""]}
 
 
 def describe_fault(scores: Mapping[str, Sequence[float]]) -> str | None:

@@ -119,23 +119,20 @@ def check_reward_function(run: Run) -> None:
     if manager.compute_score.needs_ground_truth:
         for dataset in datasets:
             check_ground_truth(dataset, f"the reward function {manager.compute_score.name}")
-    by_source = [_items_by_source(inputs, dataset, manager.reward_fn_key) for dataset in datasets]
-    counts = Counter()
-    for items in by_source:
+    by_source = [(dataset, _items_by_source(inputs, dataset, manager.reward_fn_key)) for dataset in datasets]
+    counts = Counter({})
+    for _, items in by_source:
         counts.update({source: len(each) for source, each in items.items()})
-    rows = ", ".join(f"{source!r} {count:,}" for source, count in counts.items())
-    logger.info("rows per data source: %s", rows)
-    for dataset, items in zip(datasets, by_source):
-        for source, each in items.items():
-            try:
-                manager.compute_score.for_data_source(source)
-            except ValueError as error:
-                raise ValueError(f"{_location(dataset, each[0])}: {error}\nrows per data source: {rows}") from None
-    tried: set[str] = set()
-    for dataset, items in zip(datasets, by_source):
-        for source in items.keys() - tried:
-            tried.add(source)
-            run.reward_values |= _try_source(run, dataset, source, items[source])
+    rows = "rows per data source: " + ", ".join(f"{source!r} {count:,}" for source, count in counts.items())
+    logger.info("%s", rows)
+    first = {source: (dataset, items[source]) for dataset, items in reversed(by_source) for source in items}
+    for source, (dataset, items) in first.items():
+        try:
+            manager.compute_score.for_data_source(source)
+        except ValueError as error:
+            raise ValueError(f"{_location(dataset, items[0])}: {error}\n{rows}") from None
+    for source, (dataset, items) in first.items():
+        run.reward_values |= _try_source(run, dataset, source, items)
 
 
 def _items_by_source(inputs: Inputs, dataset: Any, key: str) -> Mapping[str, Sequence[int]]:
@@ -173,18 +170,16 @@ def _try_item(run: Run, item: Mapping[str, Any], source: str, location: str) -> 
     if run.config.reward.reward_model.enable:
         return _try_reward_model(manager, batch)
     result = _score_trial(manager, batch)
-    failed = result["metrics"]["reward/failed_rows"]
-    if not is_server and not failed and (fault := describe_fault(_by_kind(kinds, result["reward_tensor"].sum(1)))):
+    pairs = [*zip(kinds, result["reward_tensor"].sum(1).tolist())]
+    scores = {kind: [score for k, score in pairs if k == kind] for kind in dict(pairs)}
+    failed = is_server or result["metrics"]["reward/failed_rows"]
+    if not failed and (fault := describe_fault(scores)):
         logger.warning(
             "REWARD: %s, data source %r: %s. Tried on %s, with responses made from its ground truth: if the function "
             "expects another form of response, ignore this. `verl rewards test DATA` prints responses and scores",
             *(manager.compute_score.for_data_source(source).location, source, fault, location),
         )
     return set(result["reward_extra_info"])
-
-
-def _by_kind(kinds: Sequence[str], scores: torch.Tensor) -> dict[str, list[float]]:
-    return {kind: [s for k, s in zip(kinds, scores.tolist()) if k == kind] for kind in ("right", "wrong", "empty")}
 
 
 def _try_reward_model(manager: RewardManager, batch: DataProto) -> set[str]:
