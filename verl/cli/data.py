@@ -54,7 +54,7 @@ def _inspect(config: Any, rows: Any) -> list[str]:
     from verl.config.schema import SFTDataConfig
     from verl.data.columns import reward_model
     from verl.data.forms import read_prompt_column
-    from verl.data.sft_dataset import _find_columns
+    from verl.data.sft_dataset import find_sample_columns
     from verl.data.tokenization import encode_prompts, load_tokenizer, read_prompt
 
     section, model = config.data, config.actor_rollout_ref.model
@@ -83,7 +83,7 @@ def _inspect(config: Any, rows: Any) -> list[str]:
             _print(f"{name:<20} length {min(sizes):,} to {max(sizes):,}, mean {sum(sizes) / len(sizes):,.0f}", kinds)
     _print("first prompt:", "none" if not prompts else tokenizer.decode(prompts[0]) if tokenizer else prompts[0])
     try:
-        _find_columns(rows, SFTDataConfig())
+        find_sample_columns(rows, SFTDataConfig())
     except ValueError as error:
         _print("sft:", error)
     return bad

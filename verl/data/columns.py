@@ -33,14 +33,14 @@ def find_columns(rows: Rows, config: schema.DataConfig) -> schema.DataConfig:
 
     A column that the user has set is not replaced. What was used is logged.
     """
-    found = {"prompt_key": find_column(rows.columns, PROMPTS, config.prompt_key)}
+    columns = {"prompt_key": find_column(rows.columns, PROMPTS, config.prompt_key)}
     if "reward_model" not in rows.columns:
-        found["ground_truth_key"] = find_column(rows.columns, TRUTHS, config.ground_truth_key)
-    if all(config[key] == column for key, column in found.items()) and "choices" not in rows.columns:
+        columns["ground_truth_key"] = find_column(rows.columns, TRUTHS, config.ground_truth_key)
+    if all(config[key] == column for key, column in columns.items()) and "choices" not in rows.columns:
         return config
     named = {"prompt_key": "prompt", "ground_truth_key": "ground truth"}
-    note_columns(rows.names, rows.columns, {named[key]: name for key, name in found.items() if name in rows.columns})
-    return config.model_copy(update=found)
+    note_columns(rows.names, rows.columns, {named[key]: name for key, name in columns.items() if name in rows.columns})
+    return config.model_copy(update=columns)
 
 
 def check_columns(rows: Rows, config: schema.DataConfig) -> None:
@@ -57,8 +57,8 @@ def reward_columns(rows: Rows, config: schema.DataConfig, media: Sequence[str] =
 
     media: columns with images and videos, which are read.
     """
-    own = {*media, config.prompt_key, "data_source", "reward_model", "extra_info", "extro_info"}
-    return [name for name in rows.columns if name not in own]
+    read = {*media, config.prompt_key, "data_source", "reward_model", "extra_info", "extro_info"}
+    return [name for name in rows.columns if name not in read]
 
 
 def reward_info(row: Mapping[str, Any], names: Sequence[str], extra_info: str = "extra_info") -> dict[str, Any]:

@@ -101,7 +101,7 @@ class SFTDataset(TokenizedDataset):
     ):
         super().__init__(data_files, tokenizer, config, processor, schema.SFTConfig)
         self.rows = self._rows or read_rows(self.data_files)
-        self._columns = _find_columns(self.rows, self.config)
+        self._columns = find_sample_columns(self.rows, self.config)
         start = time.perf_counter()
         self._kept: list[int] = []  # entry of the tables -> row
         self._ids = TokenTable()
@@ -296,7 +296,7 @@ class SFTDataset(TokenizedDataset):
             logger.info("truncated %s; dropped %d of them, whose response was truncated completely", summary, dropped)
 
 
-def _find_columns(rows: Rows, config: schema.SFTDataConfig) -> _Columns:
+def find_sample_columns(rows: Rows, config: schema.SFTDataConfig) -> _Columns:
     """The columns named in the config, otherwise those with a common name. Raises ValueError if there are none."""
     if config.messages_key is not None:
         return _Columns(messages=_require(rows, config.messages_key, "messages_key"))

@@ -216,6 +216,8 @@ def _table(prompts: PromptSet, responses: list[list[str]], folder: Path) -> pa.T
         if moved != values:
             number = table.column_names.index(name)
             table = table.set_column(number, name, pa.array(moved, type=table.schema.field(name).type))
+    if "data_source" not in table.column_names:  # the name that training gives the rows
+        table = table.append_column("data_source", pa.array([prompts.rows.source(i) for i in range(len(responses))]))
     return table.append_column(RESPONSES, column)
 
 
@@ -225,7 +227,8 @@ def _lines(prompts: PromptSet, responses: list[list[str]], folder: Path | None) 
     for i, (row, texts) in enumerate(zip(prompts.rows, responses)):
         moved = {name: _relocate(prompts, i, name, row[name], folder) for name in names}
         try:
-            yield json.dumps({**row, **moved, RESPONSES: texts}, ensure_ascii=False) + "\n"
+            row = {"data_source": prompts.rows.source(i), **row, **moved, RESPONSES: texts}
+            yield json.dumps(row, ensure_ascii=False) + "\n"
         except TypeError as error:
             raise ValueError(
                 f"{prompts.rows.location(i)}: cannot be written as JSON ({error}): use a data.output_path that ends "

@@ -107,14 +107,14 @@ def _read_row(
         raise ValueError(f"{location}: expected a name in column {data.data_source_key!r}, found {source!r}")
     prompt = json.dumps([source, row[data.prompt_key]], sort_keys=True, default=str)
     seen[prompt] += 1
-    own = (data.prompt_key, data.response_key, data.data_source_key, data.reward_model_key, extra_info)
+    read = (data.prompt_key, data.response_key, data.data_source_key, data.reward_model_key, extra_info)
     return PromptWithResponses(
         # a prompt that occurs twice in a file counts as two prompts
         key=f"{prompt}#{seen[prompt]}",
         prompt=row[data.prompt_key],
         data_source=source,
         ground_truth=_ground_truth(row[truth], location, truth, truth == data.reward_model_key),
-        extra_info={k: v for k, v in row.items() if k not in own} | dict(row.get(extra_info) or {}),
+        extra_info={k: v for k, v in row.items() if k not in read} | dict(row.get(extra_info) or {}),
         responses=responses,
         location=location,
     )
@@ -248,6 +248,7 @@ def find_function(config: EvalConfig, prompts: Sequence[PromptWithResponses]) ->
     custom = config.reward.custom_reward_function
     registered = config.reward.reward_function
     function = resolve_reward_function(custom.path, custom.name, registered, custom.reward_kwargs)
-    for source in dict.fromkeys(prompt.data_source for prompt in prompts):
-        function.for_data_source(source)
+    for source, first in {prompt.data_source: prompt for prompt in reversed(prompts)}.items():
+        info = [first.extra_info] if function.form == "batch" else first.extra_info
+        function.for_data_source(source).arguments(source, "", first.ground_truth, info, first.prompt)
     return function

@@ -23,13 +23,13 @@ def trial_responses(ground_truth: Any, solution: Any = None) -> dict[str, list[s
         solution: A worked solution or a program, if the row has one.
     """
     try:
-        answer = final_answer(read_references(ground_truth)[0])
+        reference = final_answer(read_references(ground_truth)[0])
     except ValueError:
-        answer = ""
-    answers = [] if len(answer) > 200 or _TESTS.search(answer) or not answer else [answer]
-    if len(answer) == 1 and answer.isdecimal():  # it may be the index of a choice
-        answers.append(string.ascii_uppercase[int(answer)])
-    right = [form.format(text, text, text) for text in answers for form in _FORMS]
+        reference = ""
+    references = [] if len(reference) > 200 or _TESTS.search(reference) or not reference else [reference]
+    if len(reference) == 1 and reference.isdecimal():  # it may be the index of a choice
+        references.append(string.ascii_uppercase[int(reference)])
+    right = [form.format(text, text, text) for text in references for form in _FORMS]
     if isinstance(solution, str) and solution.strip():
         right += [solution, f"```python\n{solution}\n```"]
     return {"right": right, "wrong": [*(form.format(*[_WRONG] * 3) for form in _FORMS), _WRONG * 20], "empty": [""]}
@@ -62,5 +62,5 @@ def explain(function: ScoreFunction, response: str, extra: Mapping[str, Any]) ->
     rule = next((value for value in named if isinstance(value, AnswerRule)), None)
     if rule is None:
         return f"answer {extra['pred']!r}" if "pred" in extra else ""
-    answer = rule.extract(response)
-    return f"answer {answer.text!r} ({answer.source})"
+    final = rule.extract(response)
+    return f"answer {final.text!r} ({final.source})"
