@@ -34,7 +34,7 @@ def test_the_form_of_published_examples(write, chat_tokenizer):
     assert item["raw_prompt"] == [{"role": "user", "content": "How many?"}]
     assert item["data_source"] == "a"  # the name of the file
     assert item["reward_model"] == {"style": "rule", "ground_truth": "4"}
-    assert (item["extra_info"], item["ability"], item["index"]) == ({}, "", 0)
+    assert (item["extra_info"], item["ability"], item["index"]) == ({"answer": "4"}, "", 0)
     assert dataset[1]["reward_model"]["ground_truth"] == "5"
 
 
@@ -52,7 +52,8 @@ def test_columns_of_a_chat_file_travel_along(write, chat_tokenizer):
     expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
     assert chat_tokenizer.decode(item["prompt_ids"]) == expected
     assert item["raw_prompt"] == CHAT
-    assert (item["data_source"], item["ability"], item["extra_info"], item["level"]) == ("toy", "math", info, 3)
+    assert (item["data_source"], item["ability"], item["level"]) == ("toy", "math", 3)
+    assert item["extra_info"] == {"ability": "math", "level": 3} | info
 
 
 def test_extro_info_is_read_as_extra_info(write, char_tokenizer, caplog):
@@ -277,7 +278,8 @@ def test_columns_with_a_reserved_name_are_dropped_with_a_warning(write, char_tok
     with caplog.at_level(logging.WARNING, logger="verl.data"):
         item = RLHFDataset(path, char_tokenizer)[0]
     assert "uid" not in item and "responses" not in item and item["note"] == "n"
-    assert "dropped, their names are reserved: uid, responses" in caplog.text
+    assert "only rewards get the columns uid, responses, whose names are reserved" in caplog.text
+    assert item["extra_info"] == {"uid": "u", "responses": "r", "note": "n"}
 
 
 # ---- items to a batch -----------------------------------------------------------------------------------------------

@@ -150,9 +150,9 @@ INFO = {**PAIR, "info": {"q": "x"}}
         ([PAIR, {"prompt": "", "response": "b"}], {}, "line 2: the prompt is empty"),
         ([{"prompt": "a", "response": "x<|im_end|>y"}], {}, r"line 1: .* contains the eos token .* 2 times"),
         (
-            [{"prompt": "a", "output": "b"}],
+            [{"prompt": "a", "text": "b"}],
             {},
-            "expected a column 'messages', or prompt or question with response or ans",
+            "expected a column messages or conversations or .*, or prompt or question .* with response or completion",
         ),
         ([PAIR], {"prompt_key": "promt"}, r"no column 'promt' \(data.prompt_key\): did you mean 'prompt'"),
         ([PAIR], {"messages_key": "chat"}, "no column 'chat'"),

@@ -35,7 +35,7 @@ def score(function, solution="7", truth="7", source="gsm8k", extra=None):
 def test_both_forms_are_called_alike():
     sample = resolve_reward_function(SAMPLES, "compute_score")
     plugin = resolve_reward_function(SAMPLES, "plugin")
-    assert (sample.form, plugin.form) == ("sample", "plugin")
+    assert (sample.form, plugin.form) == ("sample", "sample")
     assert score(sample) == score(plugin) == 1
     assert score(sample, "8") == score(plugin, "8") == 0
 
@@ -75,12 +75,10 @@ def test_objects_methods_and_partials_are_functions_too():
     "func",
     [
         lambda solution, truth: 1,
-        lambda prompt, response: 1,
         lambda: 1,
         lambda **kwargs: 1,
-        lambda solution_str, ground_truth: 1,
-        lambda data_source, solution_str, ground_truth, extra_info, tokenizer: 1,
-        lambda sampled_response, reference_answer, data_source, solution_str, ground_truth: 1,
+        lambda ground_truth, extra_info: 1,
+        lambda solution_str, solution_strs: 1,
         lambda data_source, solution_str, ground_truth, /: 1,
     ],
 )
@@ -88,9 +86,46 @@ def test_an_unsupported_signature_is_refused(func):
     with pytest.raises(ValueError) as error:
         ScoreFunction(func)
     message = str(error.value)
-    assert "compute_score(data_source, solution_str, ground_truth, extra_info)" in message
-    assert "f(sampled_response, reference_answer)" in message
+    assert "compute_score(solution_str, ground_truth)" in message
     assert "found:" in message and "test_reward_functions.py" in message
+
+
+@pytest.mark.parametrize(
+    ("func", "expected"),
+    [
+        (lambda response: response, "7 "),
+        (lambda completion, ground_truth: (completion, ground_truth), ("7 ", "7")),
+        (lambda solution_str, ground_truth, extra_info: (solution_str, extra_info["level"]), ("7 ", 3)),
+        (lambda prompt, response, level: (prompt, response, level), ("3+4=", "7 ", 3)),
+        (lambda solution_str, response: (solution_str, response), ("7 ", "seven")),  # the second is a column
+        (lambda response, level=1, missing=2: (level, missing), (3, 2)),
+        (lambda sampled_response, reference_answer, data: (reference_answer, data), ("7", "d")),
+        (lambda response_length, response: response_length, 1),
+    ],
+)
+def test_a_function_gets_the_values_that_it_names(func, expected):
+    info = {"level": 3, "response": "seven", "data": "d", "response_length": 1}
+    values = {"data_source": "s", "solution_str": "7 ", "ground_truth": "7", "extra_info": info, "prompt": "3+4="}
+    assert ScoreFunction(func)(**values) == expected
+
+
+def test_lists_have_columns_too():
+    function = ScoreFunction(lambda solution_strs, level, other=0: (solution_strs, level, other))
+    infos = [{"level": 1}, {"level": 2}]
+    result = function(data_source=["s"] * 2, solution_str=["a", "b"], ground_truth=[1, 2], extra_info=infos)
+    assert (function.form, result) == ("batch", (["a", "b"], [1, 2], 0))
+
+
+def test_a_parameter_that_is_no_column_is_named_with_the_columns():
+    function = ScoreFunction(lambda solution_str, difficulty: 1)
+    with pytest.raises(ValueError, match=r"no value for difficulty: it is no column of the data .*: kind, level"):
+        score(function, extra={"level": 3, "kind": "k"})
+    assert score(ScoreFunction(lambda solution_str, difficulty: difficulty, {"difficulty": 2})) == 2
+
+
+def test_columns_do_not_set_the_parameters_of_built_in_functions():
+    function = resolve_reward_function(registered="length", reward_kwargs={"limit": 14})
+    assert score(function, "one two", extra={"free": 13, "limit": 2}) == pytest.approx(12 / 14)
 
 
 def test_registering_checks_the_signature():
@@ -129,7 +164,7 @@ def test_scores_that_were_computed_before(name, key, missing, message):
 def test_every_registered_function_keeps_the_contract(name):
     truth, right, wrong, kwargs = EXAMPLES.get(name, ("7", "#### 7", "#### 8", {}))
     function = resolve_reward_function(registered=name, reward_kwargs=kwargs)
-    assert function.form in ("sample", "plugin") and function.func.__doc__
+    assert function.form == "sample" and function.func.__doc__
     scores = [read_outcome(Outcome(score(function, text, truth)))[0] for text in (right, wrong)]
     assert scores == [1.0, -1.0 if name == "math_dapo" else 0.0]
 

@@ -48,7 +48,7 @@ REFUSED = {
     "no file": resolve(path="no/such/file.py"),
     "did you mean 'compute_score'": resolve(path=SAMPLES, name="compute_scor"),
     "must be callable": resolve(path=SAMPLES, name="os"),
-    "no value for weight: add a default": resolve(path=SAMPLES, name="weighted"),
+    "no value for rewards: add a default": resolve(registered="weighted"),
     "no parameter 'wieght'": resolve(path=SAMPLES, reward_kwargs={"wieght": 1}),
     "must not contain ground_truth": resolve(path=SAMPLES, reward_kwargs={"ground_truth": 1}),
     "did you mean 'accuracy_reward'": resolve(registered="acuracy_reward"),

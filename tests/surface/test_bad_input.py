@@ -172,7 +172,7 @@ RULE = ("reward.custom_reward_function.path=null", "reward.reward_function=accur
 @pytest.mark.parametrize(
     ("rows", "overrides", "message"),
     [
-        ([{"question": "ab=", "answer": "ba"}], (), "rows.jsonl: no column 'prompt' for the prompt (data.prompt_key)"),
+        ([{"text": "ab=", "answer": "ba"}], (), "rows.jsonl: no column 'prompt' for the prompt (data.prompt_key)"),
         ([ROW, {"prompt": "ab="}], (), "rows.jsonl, line 2: the ground truth (column 'answer') is missing: found None"),
         ([ROW, {"prompt": "", "answer": "x"}], (), "rows.jsonl, line 2: the prompt is empty"),
         ([{**ROW, "data_source": 3}], (), "rows.jsonl, line 1: expected a name in column 'data_source', found 3"),
@@ -207,8 +207,8 @@ def test_a_batch_that_the_data_cannot_fill_is_refused_before_tokenizing(train, m
 
 
 def test_a_parquet_file_without_the_prompt(train):
-    shown = train([{"question": "ab=", "reward_model": {"ground_truth": "ba"}}], kind="parquet")
-    assert "rows.parquet: no column 'prompt' for the prompt (data.prompt_key): known: question, reward_model" in shown
+    shown = train([{"text": "ab=", "reward_model": {"ground_truth": "ba"}}], kind="parquet")
+    assert "rows.parquet: no column 'prompt' for the prompt (data.prompt_key): known: reward_model, text" in shown
 
 
 def test_validation_rows_are_looked_at_too(complaint, tmp_path):
@@ -247,7 +247,7 @@ def test_a_reward_function_that_cannot_score(reward, tmp_path, body, message):
 def test_a_reward_function_that_fits_nothing(complaint, reward):
     assert "no reward rule for data_source 'tiny'; known:" in complaint("reward.custom_reward_function.path=null")
     shown = reward("return 1.0", takes="a, b")
-    assert "wrong signature" in shown and "compute_score(a, b) at " in shown and "f(sampled_response, " in shown
+    assert "wrong signature" in shown and "compute_score(a, b) at " in shown and "may be named response" in shown
 
 
 @pytest.mark.parametrize(
@@ -258,8 +258,8 @@ def test_a_reward_function_that_fits_nothing(complaint, reward):
             "return [1.0] * len(solution_strs)",
             "which NaiveRewardManager does not support: use reward_manager=b",
         ),
-        ("batch", "return 1.0", "returned float 1.0: expected a list with one entry for each of 2 samples"),
-        ("batch", "return [1.0] * (len(solution_strs) + 1)", "returned 3 entries: expected a list with one entry for"),
+        ("batch", "return 1.0", "returned float 1.0: expected a list with one entry for each of "),
+        ("batch", "return [1.0] * (len(solution_strs) + 1)", " entries: expected a list with one entry for"),
     ],
 )
 def test_a_reward_function_of_lists(reward, manager, body, message):

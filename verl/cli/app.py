@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from verl.cli.data import data, rewards
 from verl.cli.examples import examples
 from verl.cli.programs import PROGRAMS
 from verl.cli.runs import replay, report, runs
@@ -105,6 +106,8 @@ def convert(
 
 
 app.add_typer(config, name="config")
+app.add_typer(data, name="data")
+app.add_typer(rewards, name="rewards")
 app.add_typer(examples, name="examples")
 app.command("serve")(serve)
 app.add_typer(runs, name="runs")

@@ -7,6 +7,7 @@ from typing import Any
 from verl.columns import COLUMNS
 from verl.config import schema
 from verl.data.files import Rows
+from verl.data.forms import PROMPTS, TRUTHS, find_column, note_columns
 from verl.data.tokenization import check_encodable
 from verl.registry import did_you_mean
 
@@ -17,8 +18,6 @@ NO_TRUTH = {"style": "none", "ground_truth": None}
 _DEFAULTS = schema.DataConfig()
 PROMPT_KEY = _DEFAULTS.prompt_key
 GROUND_TRUTH_KEY = _DEFAULTS.ground_truth_key
-#: columns of TRL that replace missing default columns
-_OTHER_PROMPT, _OTHER_TRUTH = "messages", "solution"
 #: settings that name a column -> what it is for; the rows need those that are not the default, and the prompt
 _PURPOSES = {
     "prompt_key": " for the prompt",
@@ -30,23 +29,18 @@ _PURPOSES = {
 
 
 def find_columns(rows: Rows, config: schema.DataConfig) -> schema.DataConfig:
-    """The section with the columns of TRL, `messages` and `solution`, where rows have these and not the default ones.
+    """The section with the usual names of `verl.data.forms`, where rows have these columns and not the default ones.
 
     A column that the user has set is not replaced. What was used is logged.
     """
-    replacements = {}
-    if config.prompt_key == PROMPT_KEY and PROMPT_KEY not in rows.columns and _OTHER_PROMPT in rows.columns:
-        replacements["prompt_key"] = _OTHER_PROMPT
-    has_truth = {GROUND_TRUTH_KEY, "reward_model"} & {*rows.columns}
-    if config.ground_truth_key == GROUND_TRUTH_KEY and not has_truth and _OTHER_TRUTH in rows.columns:
-        replacements["ground_truth_key"] = _OTHER_TRUTH
-    if not replacements:
+    columns = {"prompt_key": find_column(rows.columns, PROMPTS, config.prompt_key)}
+    if "reward_model" not in rows.columns:
+        columns["ground_truth_key"] = find_column(rows.columns, TRUTHS, config.ground_truth_key)
+    if all(config[key] == column for key, column in columns.items()) and "choices" not in rows.columns:
         return config
-    config = config.model_copy(update=replacements)
-    logger.info(
-        "%s: prompt from column %r, ground truth from column %r", rows.names, config.prompt_key, config.ground_truth_key
-    )
-    return config
+    named = {"prompt_key": "prompt", "ground_truth_key": "ground truth"}
+    note_columns(rows.names, rows.columns, {named[key]: name for key, name in columns.items() if name in rows.columns})
+    return config.model_copy(update=columns)
 
 
 def check_columns(rows: Rows, config: schema.DataConfig) -> None:
@@ -58,16 +52,36 @@ def check_columns(rows: Rows, config: schema.DataConfig) -> None:
             raise ValueError(f"{rows.names}: no column {key!r}{purpose} (data.{name}): {fix}")
 
 
-def other_columns(rows: Rows, config: schema.DataConfig, media: Sequence[str] = ()) -> list[str]:
-    """The columns that items keep unchanged. Columns whose names the batch uses itself are dropped with a warning.
+def reward_columns(rows: Rows, config: schema.DataConfig, media: Sequence[str] = ()) -> list[str]:
+    """The columns that reward functions receive in `extra_info`: all, except those with a place of their own.
 
     media: columns with images and videos, which are read.
     """
-    read = {*media, config.prompt_key, "data_source", "ability", "reward_model", "extra_info", "extro_info"}
-    others = [name for name in rows.columns if name not in read]
+    read = {*media, config.prompt_key, "data_source", "reward_model", "extra_info", "extro_info"}
+    return [name for name in rows.columns if name not in read]
+
+
+def reward_info(row: Mapping[str, Any], names: Sequence[str], extra_info: str = "extra_info") -> dict[str, Any]:
+    """The columns `names` of a row, and its extra_info."""
+    return {name: row[name] for name in names} | dict(row.get(extra_info) or {})
+
+
+def data_source(row: Mapping[str, Any], rows: Rows, index: int, key: str) -> str:
+    """The row's own source; otherwise the column `key` that selects the reward; otherwise the name of its file."""
+    for name in ("data_source", key):
+        if name in row:
+            if not isinstance(row[name], str) or not row[name]:
+                raise ValueError(f"{rows.location(index)}: expected a name in column {name!r}, found {row[name]!r}")
+            return row[name]
+    return rows.source(index)
+
+
+def other_columns(rows: Rows, names: Sequence[str]) -> list[str]:
+    """Those of `names` that items keep unchanged. Names that the batch uses itself are dropped with a warning."""
+    others = [name for name in names if name != "ability"]
     reserved = [name for name in others if name in COLUMNS or name == "index"]
     if reserved:
-        logger.warning("columns of the data files dropped, their names are reserved: %s", ", ".join(reserved))
+        logger.warning("%s: only rewards get the columns %s, whose names are reserved", rows.names, ", ".join(reserved))
     return [name for name in others if name not in reserved]
 
 

@@ -77,6 +77,14 @@ class Rows(Sequence):
         """The data source of a row that names none: the name of its file or dataset."""
         return self._locate(row)[0].source
 
+    def sources(self, column: str | None) -> tuple[np.ndarray, list[str]]:
+        """The data source of every row, as the index of a name, and the names. column: None for those of the files."""
+        codes: dict[str, int] = {}
+        rows = ((file, row) for file in self.files for row in (file if column else range(len(file))))
+        names = (row[column] if column else file.source for file, row in rows)
+        indices = (codes.setdefault(str(name), len(codes)) for name in names)
+        return np.fromiter(indices, dtype=np.int32), list(codes)
+
     def folder(self, row: int) -> Path:
         """The folder of the file of a row, where relative paths in it start; that of rows in memory is the current."""
         return self._locate(row)[0].path.parent
@@ -122,6 +130,10 @@ class SelectedRows(Rows):
 
     def _locate(self, row: int) -> tuple[File, int]:
         return self._rows._locate(int(self._indices[row]))
+
+    def sources(self, column: str | None) -> tuple[np.ndarray, list[str]]:
+        indices, names = self._rows.sources(column)
+        return indices[self._indices], names
 
     def number(self, row: int) -> int:
         return self._rows.number(int(self._indices[row]))

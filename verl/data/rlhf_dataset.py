@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import OmegaConf
 from torch.utils.data import Dataset
 
@@ -17,9 +18,19 @@ from verl.columns import strict_check_enabled
 from verl.config import schema
 from verl.config.public.upstream import upstream_defaults
 from verl.data.bad_rows import RepeatedRows, check_values
-from verl.data.columns import NO_TRUTH, check_columns, find_columns, other_columns, reward_model
+from verl.data.columns import (
+    NO_TRUTH,
+    check_columns,
+    data_source,
+    find_columns,
+    other_columns,
+    reward_columns,
+    reward_info,
+    reward_model,
+)
 from verl.data.dataset import DatasetConfig, Encoded, TokenizedDataset, describe_overlong, rows_to_use
 from verl.data.files import Rows, extra_info_column, is_streamed, read_rows
+from verl.data.forms import as_messages, read_prompt_column
 from verl.data.media import MediaPrompt, first_and_spread, media_columns
 from verl.data.media_source import FEWER_IMAGE_TOKENS
 from verl.data.messages import with_settings
@@ -70,9 +81,9 @@ class RLHFDataset(TokenizedDataset):
     `answer` becomes text.
 
     `dataset[i]` is a dict: prompt_ids (list of int), raw_prompt (messages or text), data_source, ability, reward_model,
-    extra_info, index (the row's number in the files), and the other columns of the row. With a processor it also has
-    multi_modal_data (decoded images and videos), multi_modal_inputs (the tensors of the processor) and raw_prompt_ids
-    (with one placeholder for each image); the first two are None for a text-only row.
+    extra_info (with the other columns), index (the row's number in the files), and the other columns of the row. With
+    a processor it also has multi_modal_data (decoded images and videos), multi_modal_inputs (the tensors of the
+    processor) and raw_prompt_ids (with one placeholder for each image); the first two are None for a text-only row.
 
     A subclass may override `__getitem__`, and as in public verl `_build_messages` (the prompt of a row),
     `_read_files_and_tokenize` (sets `self.dataframe`, a sequence of dicts) and `maybe_filter_out_long_prompts` (selects
@@ -136,7 +147,8 @@ class RLHFDataset(TokenizedDataset):
         self.prompt_key = self.config.prompt_key
         check_columns(rows, self.config)
         self._extra_info = extra_info_column(rows)
-        self._other_columns = other_columns(rows, self.config, media_columns(self.config) if self.media else ())
+        self._reward_columns = reward_columns(rows, self.config, media_columns(self.config) if self.media else ())
+        self._other_columns = other_columns(rows, self._reward_columns)
         if self.streaming:
             return self._stream(rows)
         self._prompt_ids: TokenTable | LazyPrompts = TokenTable()
@@ -192,7 +204,7 @@ class RLHFDataset(TokenizedDataset):
 
     def _build_messages(self, example: dict[str, Any]) -> Any:
         """The prompt of a row: messages or text."""
-        return example[self.prompt_key]
+        return read_prompt_column(example, self.prompt_key)
 
     def __len__(self) -> int:
         return len(self.dataframe)
@@ -218,14 +230,22 @@ class RLHFDataset(TokenizedDataset):
         prompt = self._prompt(row, location, self.dataframe.folder(item))
         fields = {name: row[name] for name in self._other_columns} | {
             "prompt_ids": self._prompt_ids[item],
-            "data_source": self._data_source(row, self.dataframe, item),
+            "data_source": data_source(row, self.dataframe, item, self.config.reward_fn_key),
             "ability": row.get("ability") or "",
             "reward_model": reward_model(row, location, self.config.ground_truth_key),
-            "extra_info": row.get(self._extra_info) or {},
+            "extra_info": reward_info(row, self._reward_columns, self._extra_info),
             "index": self.dataframe.number(item),
             "raw_prompt": prompt.messages if isinstance(prompt, MediaPrompt) else prompt,
         }
         return fields if self.media is None else fields | self.media.columns(prompt, fields["prompt_ids"])
+
+    def items_by_source(self) -> dict[str, np.ndarray]:
+        """The items of each data source, by which their reward is selected."""
+        self._ensure_tokenized()
+        keys = (self.config.reward_fn_key, "data_source")
+        indices, names = self.dataframe.sources(next((key for key in keys if key in self.dataframe.columns), None))
+        items = {name: np.flatnonzero(indices == i) for i, name in enumerate(names)}
+        return {name: each for name, each in items.items() if len(each)}
 
     def describe(self, item: int) -> tuple[str, list[str]]:
         """The text of a prompt as the model reads it, with special tokens, and lines about its images and videos."""
@@ -236,20 +256,11 @@ class RLHFDataset(TokenizedDataset):
             return self.tokenizer.decode(ids), []
         return self.tokenizer.decode(self.media.process(prompt)["raw_prompt_ids"]), prompt.describe()
 
-    def _data_source(self, row: Mapping[str, Any], rows: Rows, index: int) -> str:
-        """The row's own source; otherwise the column that selects the reward; otherwise the name of its file."""
-        for key in ("data_source", self.config.reward_fn_key):
-            if key in row:
-                if not isinstance(row[key], str) or not row[key]:
-                    raise ValueError(f"{rows.location(index)}: expected a name in column {key!r}, found {row[key]!r}")
-                return row[key]
-        return rows.source(index)
-
     def _prompt(self, row: Mapping[str, Any], location: str, folder: Path) -> Prompt:
         """Messages if the prompt goes through the chat template, otherwise text."""
         if type(self)._build_messages is not RLHFDataset._build_messages:
             row = copy.deepcopy(row)  # it may change the messages in place
-        messages = self._build_messages(row)
+        messages = as_messages(self._build_messages(row))
         media_prompt = self.media.read(row, messages, folder, location) if self.media is not None else None
         if media_prompt is not None:
             return media_prompt
@@ -283,7 +294,7 @@ class RLHFDataset(TokenizedDataset):
         check_values(row, location)
         refuse_media(row, self._refused, location)
         reward_model(row, location, self.config.ground_truth_key)
-        self._data_source(row, rows, index)
+        data_source(row, rows, index, self.config.reward_fn_key)
         if not isinstance(extra := row.get(self._extra_info) or {}, Mapping):
             raise ValueError(f"{location}: expected a dict in column {self._extra_info!r}, found {extra!r}")
         return self._prompt(row, location, rows.folder(index))

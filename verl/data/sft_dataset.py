@@ -14,6 +14,7 @@ from verl.config import schema
 from verl.data.chat import encode_conversations
 from verl.data.dataset import DatasetConfig, Encoded, TokenizedDataset, describe_overlong, rows_to_use
 from verl.data.files import Rows, read_rows
+from verl.data.forms import CHATS, PROMPTS, RESPONSES, as_messages, note_columns, read_prompt_column
 from verl.data.media import MediaPrompt
 from verl.data.media_source import FEWER_IMAGE_TOKENS, MediaError
 from verl.data.messages import TRAINED, Message, with_settings
@@ -34,9 +35,8 @@ from verl.tracking.formatting import format_line
 
 logger = logging.getLogger("verl.data")
 
+_PROMPTS = tuple(name for name in PROMPTS if name not in CHATS)
 _ADDING = threading.Lock()  # while a row is tokenized that is read for the first time
-_PROMPT_COLUMNS = ("prompt", "question")
-_RESPONSE_COLUMNS = ("response", "answer")
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ _Example = list[Message] | MediaPrompt | _Pair
 class SFTDataset(TokenizedDataset):
     """SFT samples of data files; one item per row.
 
-    A row is a chat (column `messages_key`, by default "messages") or a prompt with a response (columns `prompt_key` and
-    `response_key`, by default `prompt` or `question`, and `response` or `answer`). With a chat template, prompt and
+    A row is a chat (column `messages_key`) or a prompt with a response (columns `prompt_key` and `response_key`); the
+    usual names (`verl.data.forms`) need no setting. With a chat template, prompt and
     response become a chat of two turns; without one they stay text, and the response ends with an eos token.
 
     In a chat the loss covers every assistant turn, from the end of the template's generation prompt to the eos token of
@@ -99,7 +99,7 @@ class SFTDataset(TokenizedDataset):
     ):
         super().__init__(data_files, tokenizer, config, processor, schema.SFTConfig)
         self.rows = self._rows or read_rows(self.data_files)
-        self._columns = _find_columns(self.rows, self.config)
+        self._columns = find_sample_columns(self.rows, self.config)
         start = time.perf_counter()
         self._kept: list[int] = []  # entry of the tables -> row
         self._ids = TokenTable()
@@ -213,7 +213,7 @@ class SFTDataset(TokenizedDataset):
             chat, response = (_follow(row, path, location) for path in (columns.prompt, columns.response))
             chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else list(chat or ())
             chat.append({"role": "assistant", "content": response})
-        prompt = self.media.read(row, chat, rows.folder(index), location)
+        prompt = self.media.read(row, as_messages(chat), rows.folder(index), location)
         if prompt is None:
             return self._chat_or_pair(row, location)
         roles = [message["role"] for message in prompt.messages]
@@ -237,6 +237,11 @@ class SFTDataset(TokenizedDataset):
         if columns.messages is not None:
             return with_settings(check_messages(row[columns.messages], location), row, location)
         response, name = _follow(row, columns.response, location), f"the response (column {columns.response[0]!r})"
+        chat = as_messages(response)
+        if isinstance(chat, list) and chat and isinstance(chat[0], Mapping) and "role" in chat[0]:
+            prompt = _follow(row, columns.prompt, location) if chat[0]["role"] == "assistant" else []
+            prompt = as_chat_or_text(prompt, "chat", True, location) if prompt else []
+            return check_messages([*prompt, *chat], location)
         if not isinstance(response, str) and response is not None:
             actual = f"{response!r} ({type(response).__name__})"
             raise ValueError(f"{location}: {name} is not text: found {actual}")
@@ -299,16 +304,18 @@ class SFTDataset(TokenizedDataset):
             logger.info("truncated %s; dropped %d of them, whose response was truncated completely", summary, dropped)
 
 
-def _find_columns(rows: Rows, config: schema.SFTDataConfig) -> _Columns:
+def find_sample_columns(rows: Rows, config: schema.SFTDataConfig) -> _Columns:
     """The columns named in the config, otherwise those with a common name. Raises ValueError if there are none."""
     if config.messages_key is not None:
         return _Columns(messages=_require(rows, config.messages_key, "messages_key"))
     has_names = config.prompt_key is not None or config.response_key is not None
-    if not has_names and "messages" in rows.columns:
-        return _Columns(messages="messages")
-    prompt = _named_or_common(rows, config.prompt_key, "prompt_key", _PROMPT_COLUMNS)
-    response = _named_or_common(rows, config.response_key, "response_key", _RESPONSE_COLUMNS)
-    logger.info("%s: column %r is the prompt, column %r the response", rows.names, prompt, response)
+    chat = next((name for name in CHATS if name in rows.columns), None)
+    if not has_names and chat is not None:
+        note_columns(rows.names, rows.columns, {"chat": chat})
+        return _Columns(messages=chat)
+    prompt = _named_or_common(rows, config.prompt_key, "prompt_key", _PROMPTS)
+    response = _named_or_common(rows, config.response_key, "response_key", RESPONSES)
+    note_columns(rows.names, rows.columns, {"prompt": prompt, "response": response})
     paths = (prompt, *(config.prompt_dict_keys or ())), (response, *(config.response_dict_keys or ()))
     return _Columns(None, *paths)
 
@@ -326,15 +333,15 @@ def _named_or_common(rows: Rows, name: str | None, key: str, common: tuple[str, 
         if candidate in rows.columns:
             return candidate
     raise ValueError(
-        f"{rows.names}: expected a column 'messages', or {' or '.join(_PROMPT_COLUMNS)} with "
-        f"{' or '.join(_RESPONSE_COLUMNS)}; found {', '.join(rows.columns)}. Set data.{key} to the name of the column"
+        f"{rows.names}: expected a column {' or '.join(CHATS)}, or {' or '.join(_PROMPTS)} with "
+        f"{' or '.join(RESPONSES)}; found {', '.join(rows.columns)}. Set data.{key} to the name of the column"
     )
 
 
 def _follow(row: Mapping[str, Any], path: tuple[str, ...], location: str) -> Any:
     """The value of a column, or a nested value in it. path: the column, and the keys."""
     column, *path = path
-    value = row[column]
+    value = row[column] if path else read_prompt_column(row, column)
     for key in path:
         if not isinstance(value, Mapping) or key not in value:
             raise ValueError(f"{location}: column {column!r} has no {'.'.join(path)!r}: found {value!r:.200}")

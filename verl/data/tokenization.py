@@ -8,6 +8,7 @@ from typing import Any
 
 from verl.agents.chat import REASONING, reads
 from verl.config import schema
+from verl.data.forms import as_messages
 from verl.data.messages import (
     Chat,
     Message,
@@ -164,6 +165,7 @@ def check_rendering(
 
 def check_messages(messages: Any, location: str) -> list[Message]:
     """Check a list of chat messages: role and content must be text. Returns messages of `read_message`."""
+    messages = as_messages(messages)
     if not isinstance(messages, Sequence) or isinstance(messages, str) or len(messages) == 0:
         raise ValueError(f"{location}: expected a list of chat messages, found {messages!r}")
     checked = []
@@ -208,6 +210,7 @@ def as_chat_or_text(prompt: Any, prompt_format: str, has_template: bool, locatio
     Raises:
         ValueError: an empty prompt, invalid messages, or messages with prompt_format "text".
     """
+    prompt = as_messages(prompt)
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise ValueError(f"{location}: the prompt is empty")
     if isinstance(prompt, str):
@@ -226,7 +229,7 @@ def read_prompt(prompt: Any, prompt_format: str, has_template: bool, location: s
     if not isinstance(messages, str) and messages[-1]["role"] == "assistant":
         raise ValueError(
             f"{location}: the prompt ends with an assistant message, so it contains the response: end it with a user "
-            "message"
+            "message, or train on the response with `verl sft`"
         )
     return messages
 

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from verl.checkpoints.atomic import atomic_write, check_folder
 from verl.config.schema.offline import GenerationConfig, GenerationDataConfig
 from verl.data.files import Rows, read_rows
+from verl.data.forms import PROMPTS, find_column, note_columns, read_prompt_column
 from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts
 from verl.data.media_files import relocated
 from verl.data.media_source import FEWER_IMAGE_TOKENS
@@ -85,6 +86,9 @@ def read_prompts(config: GenerationConfig, tokenizer: Any, processor: Any = None
     data = config.data
     rows = read_rows(data.path)
     files = rows.names
+    data = data.model_copy(update={"prompt_key": find_column(rows.columns, PROMPTS, data.prompt_key)})
+    config = config.model_copy(update={"data": data})
+    note_columns(files, rows.columns, {"prompt": data.prompt_key})
     if data.prompt_key not in rows.columns:
         raise ValueError(
             f"{files}: no column {data.prompt_key!r} for the prompt (data.prompt_key): "
@@ -119,7 +123,7 @@ def _reader(
     def read(index: int, row: Mapping[str, Any] | None = None) -> Prompt:
         row, location = rows[index] if row is None else row, rows.location(index)
         refuse_media(row, refused, location)
-        prompt = row[data.prompt_key]
+        prompt = read_prompt_column(row, data.prompt_key)
         media_prompt = None if media is None else media.read(row, prompt, rows.folder(index), location)
         if media_prompt is not None:
             return media_prompt
@@ -215,6 +219,8 @@ def _table(prompts: PromptSet, responses: list[list[str]], folder: Path) -> pa.T
         if moved != values:
             number = table.column_names.index(name)
             table = table.set_column(number, name, pa.array(moved, type=table.schema.field(name).type))
+    if "data_source" not in table.column_names:  # the name that training gives the rows
+        table = table.append_column("data_source", pa.array([prompts.rows.source(i) for i in range(len(responses))]))
     return table.append_column(RESPONSES, column)
 
 
@@ -224,7 +230,8 @@ def _lines(prompts: PromptSet, responses: list[list[str]], folder: Path | None) 
     for i, (row, texts) in enumerate(zip(prompts.rows, responses)):
         moved = {name: _relocate(prompts, i, name, row[name], folder) for name in names}
         try:
-            yield json.dumps({**row, **moved, RESPONSES: texts}, ensure_ascii=False) + "\n"
+            row = {"data_source": prompts.rows.source(i), **row, **moved, RESPONSES: texts}
+            yield json.dumps(row, ensure_ascii=False) + "\n"
         except TypeError as error:
             raise ValueError(
                 f"{prompts.rows.location(i)}: cannot be written as JSON ({error}): use a data.output_path that ends "

@@ -13,6 +13,7 @@ import numpy as np
 
 from verl.config.schema.offline import EvalConfig, EvalDataConfig, EvalRewardConfig
 from verl.data.files import DEFAULT_SOURCE, Rows, extra_info_column, read_rows
+from verl.data.forms import PROMPTS, TRUTHS, find_column
 from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.registry import did_you_mean
@@ -38,6 +39,7 @@ class PromptWithResponses:
     """
 
     key: str
+    prompt: Any
     data_source: str
     ground_truth: Any
     extra_info: Mapping[str, Any]
@@ -68,21 +70,30 @@ def read_responses(paths: Sequence[str], data: EvalDataConfig) -> list[PromptWit
     """Read prompts with their responses and check every row. Raises ValueError with file and row."""
     rows = read_rows(paths)
     files = rows.names
+    data = data.model_copy(update={"prompt_key": find_column(rows.columns, PROMPTS, data.prompt_key)})
+    truth = data.reward_model_key
+    truth = truth if truth in rows.columns else find_column(rows.columns, TRUTHS, TRUTHS[0])
     for key, column in {"prompt_key": data.prompt_key, "response_key": data.response_key}.items():
         if column not in rows.columns:
             raise ValueError(f"{files}: no column {column!r} (data.{key}): {did_you_mean(column, rows.columns)}")
-    if data.reward_model_key not in rows.columns and "answer" not in rows.columns:
+    if truth not in rows.columns:
         raise ValueError(
             f"{files}: no ground truth: expected a column {data.reward_model_key!r} ({{'ground_truth': ...}}; "
             f"data.reward_model_key) or a column 'answer'; found {', '.join(rows.columns)}"
         )
     seen: Counter[str] = Counter()
     extra_info = extra_info_column(rows)
-    return [_read_row(row, index, rows, data, seen, extra_info) for index, row in enumerate(rows)]
+    return [_read_row(row, index, rows, data, seen, extra_info, truth) for index, row in enumerate(rows)]
 
 
 def _read_row(
-    row: Mapping[str, Any], index: int, rows: Rows, data: EvalDataConfig, seen: Counter[str], extra_info: str
+    row: Mapping[str, Any],
+    index: int,
+    rows: Rows,
+    data: EvalDataConfig,
+    seen: Counter[str],
+    extra_info: str,
+    truth: str,
 ) -> PromptWithResponses:
     location = rows.location(index)
     responses = row[data.response_key]
@@ -96,21 +107,21 @@ def _read_row(
         raise ValueError(f"{location}: expected a name in column {data.data_source_key!r}, found {source!r}")
     prompt = json.dumps([source, row[data.prompt_key]], sort_keys=True, default=str)
     seen[prompt] += 1
+    read = (data.prompt_key, data.response_key, data.data_source_key, data.reward_model_key, extra_info)
     return PromptWithResponses(
         # a prompt that occurs twice in a file counts as two prompts
         key=f"{prompt}#{seen[prompt]}",
+        prompt=row[data.prompt_key],
         data_source=source,
-        ground_truth=_ground_truth(row, location, data),
-        extra_info=row.get(extra_info) or {},
+        ground_truth=_ground_truth(row[truth], location, truth, truth == data.reward_model_key),
+        extra_info={k: v for k, v in row.items() if k not in read} | dict(row.get(extra_info) or {}),
         responses=responses,
         location=location,
     )
 
 
-def _ground_truth(row: Mapping[str, Any], location: str, data: EvalDataConfig) -> Any:
-    column = data.reward_model_key if data.reward_model_key in row else "answer"
-    truth = row[column]
-    if column == data.reward_model_key:
+def _ground_truth(truth: Any, location: str, column: str, is_nested: bool) -> Any:
+    if is_nested:
         if not isinstance(truth, Mapping):
             raise ValueError(f"{location}: expected {{'ground_truth': ...}} in column {column!r}, found {truth!r:.80}")
         truth = truth.get("ground_truth")
@@ -134,6 +145,7 @@ def iterate_batches(prompts: Sequence[PromptWithResponses]) -> Iterator[DataProt
                 "data_source": [prompt.data_source for prompt, _, _ in selected],
                 "ground_truth": [prompt.ground_truth for prompt, _, _ in selected],
                 "extra_info": [prompt.extra_info for prompt, _, _ in selected],
+                "raw_prompt": [prompt.prompt for prompt, _, _ in selected],
                 "location": [f"{prompt.location}, response {i}" for prompt, _, i in selected],
             }
         )
@@ -159,7 +171,7 @@ class Scorer:
         columns = batch.non_tensor_batch
         names = ("data_source", "response", "ground_truth", "extra_info")
         samples = [
-            Sample(*values, number=i, total=len(batch), uid=columns["location"][i])
+            Sample(*values, i, len(batch), columns["location"][i], columns["raw_prompt"][i])
             for i, values in enumerate(zip(*(columns[name] for name in names)))
         ]
         scores, accs, failed = [0.0] * len(samples), [0.0] * len(samples), [False] * len(samples)
@@ -202,7 +214,7 @@ def score_prompts(prompts: Sequence[PromptWithResponses], scorer: Scorer, right_
         RewardError: If a response cannot be scored (see `Scorer`), or if none can be.
     """
     batches = iterate_batches(prompts)
-    reads = ("response", "data_source", "ground_truth", "extra_info", "location")
+    reads = ("response", "data_source", "ground_truth", "extra_info", "raw_prompt", "location")
     pipeline = DataFlow(
         [
             Operator("responses", lambda: next(batches), writes=(*reads, "prompt_index")),
@@ -236,6 +248,7 @@ def find_function(config: EvalConfig, prompts: Sequence[PromptWithResponses]) ->
     custom = config.reward.custom_reward_function
     registered = config.reward.reward_function
     function = resolve_reward_function(custom.path, custom.name, registered, custom.reward_kwargs)
-    for source in dict.fromkeys(prompt.data_source for prompt in prompts):
-        function.for_data_source(source)
+    for source, first in {prompt.data_source: prompt for prompt in reversed(prompts)}.items():
+        info = [first.extra_info] if function.form == "batch" else first.extra_info
+        function.for_data_source(source).arguments(source, "", first.ground_truth, info, first.prompt)
     return function

@@ -1,9 +1,9 @@
 """Reward functions: the accepted signatures, the registry, and `ScoreFunction`, one interface to all of them.
 
-Four forms are accepted. The parameter names decide which form a function has, before it is called:
+Three forms are accepted. The parameter names decide which form a function has, before it is called:
 
-- sample: `compute_score(data_source, solution_str, ground_truth, extra_info)`, called once per response
-- plugin: `f(sampled_response, reference_answer)`, called once per response
+- sample: `compute_score(solution_str, ground_truth)`, called once per response. Only the response is required, under
+  one of its names (`_ROLES`); others are ground_truth, data_source, prompt, extra_info and any column of the data.
 - batch:  `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`, lists of equal length
 - columns: `reward_fn(batch)` or `reward_fn(data)`, called with the whole batch, a DataProto
 
@@ -49,27 +49,24 @@ _BOUNDED: list[Callable] = []
 _NOT_ACCURACY: list[Callable] = []
 _NEEDS_TRUTH: list[Callable] = []
 
-# form -> (required parameter names, optional parameter names)
-_FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "sample": (("data_source", "solution_str", "ground_truth"), ("extra_info",)),
-    "plugin": (("sampled_response", "reference_answer"), ()),
-    "batch": (("data_sources", "solution_strs", "ground_truths"), ("extra_infos",)),
-    "columns (batch)": (("batch",), ()),
-    "columns (data)": (("data",), ()),
+_VALUES = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt")
+# form -> value -> names of its parameter; the first that a function has is used. "solution_str" identifies the form.
+_ROLES: dict[str, dict[str, tuple[str, ...]]] = {
+    "sample": {name: (name,) for name in _VALUES}
+    | {
+        "solution_str": ("solution_str", "response", "completion", "sampled_response"),
+        "ground_truth": ("ground_truth", "reference_answer"),
+    },
+    "batch": {name: (f"{name}s",) for name in _VALUES},
+    "columns (batch)": {"solution_str": ("batch",)},
+    "columns (data)": {"solution_str": ("data",)},
 }
 COLUMN_FORMS = ("columns (batch)", "columns (data)")
-# Required parameters that may be received through **kwargs; the others identify a form.
-_SOURCES = {"data_source", "data_sources"}
-
-
-def _names(form: str) -> tuple[str, ...]:
-    required, optional = _FORMS[form]
-    return (*required, *optional)
 
 
 ACCEPTED_FORMS = (
-    "  compute_score(data_source, solution_str, ground_truth, extra_info)  one response (extra_info is optional)\n"
-    "  f(sampled_response, reference_answer)  one response, plugin form\n"
+    "  compute_score(solution_str, ground_truth)  one response; solution_str may be named response or completion;\n"
+    "    optional are ground_truth, data_source, prompt, extra_info and the columns of the data, by their names\n"
     "  compute_score(data_sources, solution_strs, ground_truths, extra_infos)  lists, with reward_manager=batch only\n"
     "  reward_fn(batch)  the whole batch, a DataProto; returns scores (B, T) or one per response\n"
     "  other parameters need a default or a value in reward_kwargs; **kwargs and async def are supported"
@@ -147,7 +144,7 @@ class ScoreFunction:
         terms: For a weighted sum: the functions that it calls.
         rules: For a function that dispatches by data source, or a weighted sum with one: the custom rules that it may
             call, by data source.
-        form: "sample", "plugin", "batch", "columns (batch)" or "columns (data)".
+        form: "sample", "batch", "columns (batch)" or "columns (data)".
         is_async: Whether the function is `async def`.
     """
 
@@ -159,30 +156,51 @@ class ScoreFunction:
     rules: Mapping[str, "ScoreFunction"] = field(default_factory=dict)
     form: str = field(init=False)
     is_async: bool = field(init=False)
-    _accepted: tuple[str, ...] = field(init=False, repr=False)
+    _accepted: Mapping[str, str] = field(init=False, repr=False)  # parameter -> role
+    _columns: Mapping[str, bool] = field(init=False, repr=False)  # parameter -> whether it has no default
 
     def __post_init__(self) -> None:
         form = _form(self.func)
-        _check_kwargs(self.func, form, self.kwargs)
-        parameters, accepts_any = _parameters(self.func)
+        accepted, parameters = _accepted(self.func, form), _parameters(self.func)[0]
+        unset = [n for n in parameters if n not in accepted and n not in self.kwargs]
+        required = {n: parameters[n].default is inspect.Parameter.empty for n in unset}
         object.__setattr__(self, "form", form)
         object.__setattr__(self, "is_async", inspect.iscoroutinefunction(_body(self.func)))
-        object.__setattr__(self, "_accepted", tuple(n for n in _names(form) if accepts_any or n in parameters))
+        object.__setattr__(self, "_accepted", accepted)
+        takes_columns = not self._in_package and form not in COLUMN_FORMS
+        object.__setattr__(self, "_columns", required if takes_columns else {})
+        _check_kwargs(self.func, accepted, self.kwargs, () if takes_columns else [n for n in unset if required[n]])
 
     def accepts(self, name: str) -> bool:
         """Whether the function has a parameter of this name."""
         return name in _parameters(self.func)[0]
 
-    def __call__(self, *, data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None) -> Any:
-        """Call the function and return its result. For the batch form each argument is a list."""
-        return self.func(**self.arguments(data_source, solution_str, ground_truth, extra_info))
+    def __call__(self, *, data_source: Any, solution_str: Any, **further: Any) -> Any:
+        """Call the function and return its result. For the batch form each argument is a list. See `arguments`."""
+        return self.func(**self.arguments(data_source, solution_str, **further))
 
-    def arguments(self, data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any) -> dict[str, Any]:
-        """Return the keyword arguments for `func`, `kwargs` included."""
-        if self.form == "plugin":
-            return {"sampled_response": solution_str, "reference_answer": ground_truth, **self.kwargs}
-        values = (data_source, solution_str, ground_truth, extra_info)
-        return {**{k: v for k, v in zip(_names(self.form), values) if k in self._accepted}, **self.kwargs}
+    def arguments(
+        self, data_source: Any, solution_str: Any, ground_truth: Any = None, extra_info: Any = None, prompt: Any = None
+    ) -> dict[str, Any]:
+        """Return the keyword arguments for `func`, `kwargs` included; columns of the data come from `extra_info`.
+
+        Raises:
+            ValueError: A parameter without default is not in `extra_info`.
+        """
+        values = dict(zip(_VALUES, (data_source, solution_str, ground_truth, extra_info, prompt)))
+        keywords = {name: values[role] for name, role in self._accepted.items()}
+        infos = (extra_info or ()) if self.form == "batch" else [extra_info or {}]
+        for name, is_required in self._columns.items():
+            if any(name in info for info in infos):
+                column = [info.get(name) for info in infos]
+                keywords[name] = column if self.form == "batch" else column[0]
+            elif is_required:
+                raise ValueError(
+                    f"reward function {self.location}: no value for {name}: it is no column of the data (columns and "
+                    f"keys of extra_info: {', '.join(sorted({key for info in infos for key in info})) or 'none'}). "
+                    f"Add a default, or set it in reward_kwargs\naccepted:\n{ACCEPTED_FORMS}"
+                )
+        return {**keywords, **self.kwargs}
 
     def for_data_source(self, data_source: str) -> "ScoreFunction":
         """Return the function that scores samples of `data_source`: this one, or the one it routes to."""
@@ -190,10 +208,8 @@ class ScoreFunction:
 
     @property
     def accepts_extra_info(self) -> bool:
-        """Whether the function receives extra_info, which also carries `response_length` and `rm_score`."""
-        if self.form in COLUMN_FORMS:
-            return True
-        return self.form != "plugin" and _names(self.form)[-1] in self._accepted
+        """Whether the function receives extra_info, or the score of a reward model in it."""
+        return self.form in COLUMN_FORMS or "extra_info" in self._accepted.values() or self.accepts("rm_score")
 
     @property
     def bounded(self) -> bool:
@@ -206,10 +222,13 @@ class ScoreFunction:
         return any(self.func is known for known in _NEEDS_TRUTH)
 
     @property
+    def _in_package(self) -> bool:
+        return str(getattr(_body(self.func), "__module__", "")).startswith("verl.")
+
+    @property
     def is_builtin(self) -> bool:
         """Whether this package defines the function, and all functions that it calls."""
-        in_package = str(getattr(_body(self.func), "__module__", "")).startswith("verl.")
-        return in_package and not self.rules and all(term.is_builtin for term in self.terms)
+        return self._in_package and not self.rules and all(term.is_builtin for term in self.terms)
 
     @property
     def is_accuracy(self) -> bool:
@@ -249,25 +268,34 @@ def _form(func: Callable) -> str:
     """Return the form of `func`. Raises ValueError with the accepted forms and the found signature otherwise."""
     if not callable(func) or inspect.isclass(func):
         raise ValueError(f"a reward function must be callable, found {type(func).__name__}: {func!r}")
-    parameters, accepts_any = _parameters(func)
-    forms = [form for form, (required, _) in _FORMS.items() if {*required} - _SOURCES <= parameters.keys()]
+    names = _parameters(func)[0]
+    forms = [form for form, roles in _ROLES.items() if any(name in names for name in roles["solution_str"])]
+    forms = [form for form in forms if form not in COLUMN_FORMS] or forms  # `data` may be a column
     if len(forms) != 1:
         raise _wrong_signature(func, "its parameter names match none of the accepted forms")
-    missing = [n for n in _FORMS[forms[0]][0] if n not in parameters and not accepts_any]
-    if missing:
-        raise _wrong_signature(func, f"missing parameters: {', '.join(missing)}")
     return forms[0]
 
 
-def _check_kwargs(func: Callable, form: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError if `kwargs` do not match the other parameters of `func`."""
+def _accepted(func: Callable, form: str) -> dict[str, str]:
+    """Parameter -> the role that it has. With **kwargs the first names of the roles, except `prompt`, are passed."""
     parameters, accepts_any = _parameters(func)
-    reserved = [n for n in kwargs if n in _names(form)]
+    accepted = {}
+    for role, names in _ROLES[form].items():
+        name = next((name for name in names if name in parameters), None)
+        if name is not None or (accepts_any and role != "prompt"):
+            accepted[name or names[0]] = role
+    return accepted
+
+
+def _check_kwargs(func: Callable, accepted: Mapping[str, str], kwargs: Mapping[str, Any], unset: Sequence[str]) -> None:
+    """Raise ValueError if `kwargs` do not match the other parameters of `func`. unset: those without a value."""
+    parameters, accepts_any = _parameters(func)
+    reserved = [n for n in kwargs if n in accepted]
     if reserved:
         raise ValueError(
             f"reward_kwargs must not contain {', '.join(reserved)}: the reward manager passes these per sample"
         )
-    other = [n for n in parameters if n not in _names(form)]
+    other = [n for n in parameters if n not in accepted]
     for name in kwargs:
         if name not in other and not accepts_any:
             raise ValueError(f"reward_kwargs: {func!r} has no parameter {name!r}: {did_you_mean(name, other)}")
@@ -275,7 +303,6 @@ def _check_kwargs(func: Callable, form: str, kwargs: Mapping[str, Any]) -> None:
     for name, value in kwargs.items():
         if name in parameters:
             check_type(typed[name], value, f"reward_kwargs.{name}")
-    unset = [n for n in other if parameters[n].default is inspect.Parameter.empty and n not in kwargs]
     if unset:
         reason = f"no value for {', '.join(unset)}: add a default, or set it in reward_kwargs"
         raise _wrong_signature(func, reason)

@@ -132,7 +132,7 @@ class RewardManager(ABC):
         ValueError: For an invalid argument, or a function whose form the manager does not support.
     """
 
-    forms: tuple[str, ...] = ("sample", "plugin", "batch")
+    forms: tuple[str, ...] = ("sample", "batch")
     """The supported forms of reward functions (see verl.rewards.functions)."""
 
     def __init__(
@@ -289,7 +289,7 @@ class NaiveRewardManager(RewardManager):
     accuracy=False. It is 0 for failed samples. Extra values that a sample lacks are None.
     """
 
-    forms = ("sample", "plugin")
+    forms = ("sample",)
     pool: ProcessPool | None = None
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
@@ -351,14 +351,9 @@ class BatchRewardManager(NaiveRewardManager):
     forms = ("batch",)
 
     def outcomes(self, samples: Sequence[Sample]) -> Generator[tuple[int, ScoreFunction, Outcome]]:
-        batch = Sample(
-            data_source=[sample.data_source for sample in samples],
-            solution_str=[sample.solution_str for sample in samples],
-            ground_truth=[sample.ground_truth for sample in samples],
-            extra_info=[sample.extra_info for sample in samples],
-            number=0,
-            total=len(samples),
-        )
+        names = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt")
+        lists = {name: [getattr(sample, name) for sample in samples] for name in names}
+        batch = Sample(**lists, number=0, total=len(samples))
         pool, memory = self.pool or self.isolation.pool_for(self.compute_score), self.isolation.memory_bytes
         calls = call_samples(self.compute_score, [batch], self.timeout, pool, self.max_concurrency, memory)
         ((_, outcome),) = calls

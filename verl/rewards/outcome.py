@@ -42,10 +42,11 @@ class Sample:
         data_source: Selects the rule.
         solution_str: The response as text.
         ground_truth: What the response is compared with.
-        extra_info: Further columns of the sample.
+        extra_info: Further columns of the row, its `extra_info` and what the run adds.
         number: Index in the batch; used in messages, as are `total` and `uid`.
         total: Size of the batch.
         uid: Identifier of the prompt.
+        prompt: Messages or text.
     """
 
     data_source: str
@@ -55,6 +56,7 @@ class Sample:
     number: int
     total: int
     uid: Any = None
+    prompt: Any = None
 
     def describe(self) -> str:
         """Describe the sample for an error message: index, response, ground truth, expected score."""

@@ -124,10 +124,12 @@ def _custom_rules() -> dict[str, ScoreFunction]:
 
 
 @register_reward("data_source", needs_ground_truth=True)
-def default_compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
+def default_compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, prompt: Any = None
+) -> Any:
     """Score with the rule of `data_source` (`RULES_BY_DATA_SOURCE`)."""
     rule = rule_for(data_source)
-    return rule(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info)
+    return rule.func(**rule.arguments(data_source, solution_str, ground_truth, extra_info, prompt))
 
 
 # ---- by name or path ------------------------------------------------------------------------------------------------
@@ -213,6 +215,7 @@ def weighted_sum(
     solution_str: str,
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
+    prompt: Any = None,
     *,
     rewards: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
@@ -229,9 +232,7 @@ def weighted_sum(
     total, values = 0.0, {}
     for index, (label, weight, term) in enumerate(_parsed_terms(rewards)):
         function = term.for_data_source(data_source)
-        returned = function(
-            data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
-        )
+        returned = function.func(**function.arguments(data_source, solution_str, ground_truth, extra_info, prompt))
         try:
             score, extra = read_outcome(Outcome(returned))
         except BadOutcome as bad:

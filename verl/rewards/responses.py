@@ -45,7 +45,7 @@ def read_responses(data: DataProto, tokenizer: Any, reward_fn_key: str) -> Respo
 
     Args:
         data: Batch with responses (B, T), attention_mask (B, P + T), `reward_fn_key` and reward_model
-            ({"ground_truth": ...}); optional are response_mask (B, T), rm_scores (B, T), extra_info and uid.
+            ({"ground_truth": ...}); optional are response_mask (B, T), rm_scores (B, T), extra_info, raw_prompt, uid.
         reward_fn_key: The column with the data source.
 
     Raises:
@@ -96,7 +96,7 @@ def _samples(data: DataProto, texts: list[str], lengths: list[int], reward_fn_ke
     sources, reward_models = data.column(reward_fn_key), data.column("reward_model")
     extra_infos = data.column("extra_info") if "extra_info" in data else [None] * len(texts)
     trajectory_infos = data.column("trajectory_info") if "trajectory_info" in data else [{}] * len(texts)
-    uids = data.column("uid") if "uid" in data else [None] * len(texts)
+    uids, prompts = (data.column(name) if name in data else [None] * len(texts) for name in ("uid", "raw_prompt"))
     added = {"response_length": lengths}
     if "rm_scores" in data:
         added["rm_score"] = data.column("rm_scores").sum(1).tolist()
@@ -109,5 +109,5 @@ def _samples(data: DataProto, texts: list[str], lengths: list[int], reward_fn_ke
         extra_info = {**(extra_infos[i] or {}), **trajectory_infos[i]}
         extra_info |= {name: values[i] for name, values in added.items()}
         truth = reward_models[i]["ground_truth"]
-        samples.append(Sample(sources[i], text, truth, extra_info, number=i, total=len(texts), uid=uids[i]))
+        samples.append(Sample(sources[i], text, truth, extra_info, i, len(texts), uids[i], prompts[i]))
     return samples

@@ -143,7 +143,7 @@ def call_samples(
     if pool is not None and function.is_async:
         return _call_async_in(pool, function, samples, timeout, concurrency, memory_bytes)
     if pool is None and function.is_async:
-        return _call_async_here(function, samples, timeout, concurrency)
+        return _call_async_here(function.func, [arguments(function, s) for s in samples], timeout, concurrency)
     if pool is None and (timeout is None or function.bounded):
         return _call_in_process(function, samples, None)
     if pool is None and threading.current_thread() is threading.main_thread():
@@ -153,7 +153,8 @@ def call_samples(
 
 def arguments(function: ScoreFunction, sample: Sample) -> dict:
     """Return the keyword arguments of `function` for one sample."""
-    return function.arguments(sample.data_source, sample.solution_str, sample.ground_truth, sample.extra_info)
+    values = (sample.data_source, sample.solution_str, sample.ground_truth, sample.extra_info, sample.prompt)
+    return function.arguments(*values)
 
 
 def _call_in_process(
@@ -179,9 +180,9 @@ def _call_in_process(
 def _call_in(
     pool: ProcessPool, function: ScoreFunction, samples: Sequence[Sample], limits: Limits
 ) -> Iterator[tuple[int, Outcome]]:
+    keywords = [arguments(function, sample) for sample in samples]
     try:
-        make = _remote_caller(function)
-        calls = [make(arguments(function, sample)) for sample in samples]
+        calls = list(map(_remote_caller(function), keywords))
     except ValueError as error:
         if threading.current_thread() is threading.main_thread():
             raise
@@ -257,8 +258,7 @@ def _call_async_in(
         address_of(run_async),
         {
             "spec": remote_call(function, {}),
-            "kwargs": dict(function.kwargs),
-            "samples": list(samples),
+            "keywords": [arguments(function, sample) for sample in samples],
             "timeout": timeout,
             "concurrency": concurrency,
         },
@@ -275,18 +275,15 @@ def _call_async_in(
             yield index, Outcome(None, failure, cause, over_limit)
 
 
-def run_async(
-    spec: Call, kwargs: dict[str, Any], samples: list[Sample], timeout: float | None, concurrency: int
-) -> list[tuple]:
-    """In a worker process: call an async function on all samples.
+def run_async(spec: Call, keywords: list[dict[str, Any]], timeout: float | None, concurrency: int) -> list[tuple]:
+    """In a worker process: call an async function with each of the keyword arguments.
 
     Returns:
         (index, pickled value, failure, stack, over_limit) of each call.
     """
     func = _object(spec.arguments["spec"]) if "spec" in spec.arguments else find_function(*spec.address)
-    function = ScoreFunction(func, kwargs)
     results = []
-    for index, outcome in _call_async_here(function, samples, timeout, concurrency):
+    for index, outcome in _call_async_here(func, keywords, timeout, concurrency):
         value = b""
         if outcome.failure is None:
             try:
@@ -299,12 +296,12 @@ def run_async(
 
 
 def _call_async_here(
-    function: ScoreFunction, samples: Sequence[Sample], timeout: float | None, concurrency: int
+    func: Callable, keywords: Sequence[dict[str, Any]], timeout: float | None, concurrency: int
 ) -> Iterator[tuple[int, Outcome]]:
     async def score(index: int) -> Any:
-        return await function.func(**arguments(function, samples[index]))
+        return await func(**keywords[index])
 
-    return call_async(score, range(len(samples)), timeout, concurrency)
+    return call_async(score, range(len(keywords)), timeout, concurrency)
 
 
 def call_async(

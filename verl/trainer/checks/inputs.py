@@ -3,7 +3,8 @@
 import logging
 import re
 import traceback
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from verl.protocol import DataProto
 from verl.registry import did_you_mean
 from verl.rewards import RewardError, RewardManager
 from verl.rewards.sandbox.pool import WorkerError
+from verl.rewards.trial import describe_fault, trial_responses
 from verl.trainer.checks.model_limits import check_reads_tokens_of
 from verl.trainer.checks.preflight import Run
 from verl.trainer.startup.inputs import Inputs
@@ -27,7 +29,7 @@ from verl.trainer.startup.roles import roles_of
 
 logger = logging.getLogger("verl.trainer")
 
-#: rows that are tried until the reward function scores one
+#: rows of a data source that are tried until the reward function scores one
 _TRIAL_ROWS = 3
 
 
@@ -105,35 +107,82 @@ def check_reward_names(run: Run) -> None:
 
 
 def check_reward_function(run: Run) -> None:
-    """The data has what the reward function needs, and the function scores two trial responses to the first prompt: its
-    ground truth and the prompt itself.
+    """The data has what the reward function needs, and the function scores trial responses for every data source.
 
-    If the function fails for it, but may fail for some rows (`reward.on_error`), the next two rows are tried. With a
-    reward model, the trial uses its scores 0 and 1; if the reward is the same for both, a warning is logged.
+    The sources are those of all rows of training and validation (of a custom dataset, of its first item). The responses
+    are right, wrong and empty (`trial_responses`); a score that does not tell them apart is a warning. If the function
+    fails, but may fail for some rows (`reward.on_error`), the next two rows are tried. With a reward model, the trial
+    uses its scores 0 and 1; if the reward is the same for both, a warning is logged.
     """
-    inputs, manager, agent_info = run.inputs, run.inputs.reward_manager, None
-    uses_model = run.config.reward.reward_model.enable
-    if run.config.actor_rollout_ref.rollout.mode == "server":
-        from verl.server.agents import TRIAL_INFO as agent_info
+    inputs, manager = run.inputs, run.inputs.reward_manager
+    datasets = [each for each in (*datasets_of(inputs.train_dataset), inputs.val_dataset) if each is not None]
     if manager.compute_score.needs_ground_truth:
-        check_ground_truth(inputs.train_dataset, f"the reward function {manager.compute_score.name}")
-    rows = 1 if manager.on_error == "raise" else min(_TRIAL_ROWS, len(inputs.train_dataset))
-    for row in range(rows):
+        for dataset in datasets:
+            check_ground_truth(dataset, f"the reward function {manager.compute_score.name}")
+    by_source = [(dataset, _items_by_source(inputs, dataset, manager.reward_fn_key)) for dataset in datasets]
+    counts = Counter({})
+    for _, items in by_source:
+        counts.update({source: len(each) for source, each in items.items()})
+    rows = "rows per data source: " + ", ".join(f"{source!r} {count:,}" for source, count in counts.items())
+    logger.info("%s", rows)
+    first = {source: (dataset, items[source]) for dataset, items in reversed(by_source) for source in items}
+    for source, (dataset, items) in first.items():
         try:
-            run.reward_values = _try_row(inputs, row, uses_model, agent_info)
-            return
+            manager.compute_score.for_data_source(source)
+        except ValueError as error:
+            raise ValueError(f"{_location(dataset, items[0])}: {error}\n{rows}") from None
+    for source, (dataset, items) in first.items():
+        run.reward_values |= _try_source(run, dataset, source, items)
+
+
+def _items_by_source(inputs: Inputs, dataset: Any, key: str) -> Mapping[str, Sequence[int]]:
+    if isinstance(dataset, RLHFDataset):
+        return dataset.items_by_source()
+    first = inputs.collate([dataset[0]]).non_tensor_batch
+    return {str(first[key][0]): range(min(_TRIAL_ROWS, len(dataset)))} if key in first else {}
+
+
+def _location(dataset: Any, item: int) -> str:
+    return dataset.dataframe.location(int(item)) if isinstance(dataset, RLHFDataset) else f"item {item} of the dataset"
+
+
+def _try_source(run: Run, dataset: Any, source: str, items: Sequence[int]) -> set[str]:
+    """Score trial responses to the first row of a data source that can be scored. Returns the names of the values."""
+    items = items[: 1 if run.inputs.reward_manager.on_error == "raise" else _TRIAL_ROWS]
+    for item in items:
+        try:
+            return _try_item(run, dataset[int(item)], source, _location(dataset, item))
         except RewardError as error:
-            if row == rows - 1:
+            if item == items[-1]:
                 raise
-            logger.warning("the reward function fails for row %d of the training data: %s", row, error)
+            logger.warning("the reward function fails for %s: %s", _location(dataset, item), error)
+    return set()
 
 
-def _try_row(inputs: Inputs, row: int, uses_model: bool, info: Mapping[str, Any] | None) -> set[str]:
-    manager, batch = inputs.reward_manager, _trial_batch(inputs, row)
-    if info is not None:
-        batch = batch.replace(trajectory_info=[dict(info) for _ in range(len(batch))])
-    if not uses_model:
-        return set(_score_trial(manager, batch)["reward_extra_info"])
+def _try_item(run: Run, item: Mapping[str, Any], source: str, location: str) -> set[str]:
+    manager = run.inputs.reward_manager
+    kinds, batch = _trial_batch(run.inputs, item)
+    is_server = run.config.actor_rollout_ref.rollout.mode == "server"
+    if is_server:
+        from verl.server.agents import TRIAL_INFO
+
+        batch = batch.replace(trajectory_info=[dict(TRIAL_INFO) for _ in range(len(batch))])
+    if run.config.reward.reward_model.enable:
+        return _try_reward_model(manager, batch)
+    result = _score_trial(manager, batch)
+    pairs = [*zip(kinds, result["reward_tensor"].sum(1).tolist())]
+    scores = {kind: [score for k, score in pairs if k == kind] for kind in dict(pairs)}
+    failed = is_server or result["metrics"]["reward/failed_rows"]
+    if not failed and (fault := describe_fault(scores)):
+        logger.warning(
+            "REWARD: %s, data source %r: %s. Tried on %s, with responses made from its ground truth: if the function "
+            "expects another form of response, ignore this. `verl rewards test DATA` prints responses and scores",
+            *(manager.compute_score.for_data_source(source).location, source, fault, location),
+        )
+    return set(result["reward_extra_info"])
+
+
+def _try_reward_model(manager: RewardManager, batch: DataProto) -> set[str]:
     zeros = torch.zeros(batch.batch["responses"].shape)
     ones = zeros.clone()
     ones[:, 0] = 1.0
@@ -149,17 +198,21 @@ def _try_row(inputs: Inputs, row: int, uses_model: bool, info: Mapping[str, Any]
     return set(first["reward_extra_info"])
 
 
-def _trial_batch(inputs: Inputs, row: int) -> DataProto:
-    tokenizer, item = inputs.tokenizer, inputs.train_dataset[row]
-    prompts = inputs.collate([item, item]).replace(
-        uid=["trial", "trial"], trajectory_info=[NO_TRAJECTORY_INFO, NO_TRAJECTORY_INFO]
+def _trial_batch(inputs: Inputs, item: Mapping[str, Any]) -> tuple[list[str], DataProto]:
+    """The kinds of the trial responses to an item, without those that the tokenizer cannot write, and their batch."""
+    tokenizer = inputs.tokenizer
+    solution = (item.get("extra_info") or {}).get("solution")
+    responses = trial_responses((item.get("reward_model") or {}).get("ground_truth"), solution)
+    encoded = [
+        (kind, text, tokenizer.encode(text, add_special_tokens=False)) for kind in responses for text in responses[kind]
+    ]
+    encoded = [(k, ids) for k, text, ids in encoded if tokenizer.decode(ids, skip_special_tokens=True) == text]
+    prompts = inputs.collate([item] * len(encoded)).replace(
+        uid=["trial"] * len(encoded), trajectory_info=[NO_TRAJECTORY_INFO] * len(encoded)
     )
-    truth = (item.get("reward_model") or {}).get("ground_truth")
-    truth = "" if truth is None else str(truth)
-    right = tokenizer.encode(truth, add_special_tokens=False) or [tokenizer.eos_token_id]
-    prompt_ids = list(prompts.non_tensor_batch["prompt_ids"])
-    columns = build_sequences(prompt_ids, [right, prompt_ids[0]], tokenizer.pad_token_id)
-    return prompts.union(DataProto.from_dict(columns))
+    ids = [ids or [tokenizer.eos_token_id] for _, ids in encoded]
+    columns = build_sequences(list(prompts.non_tensor_batch["prompt_ids"]), ids, tokenizer.pad_token_id)
+    return [kind for kind, _ in encoded], prompts.union(DataProto.from_dict(columns))
 
 
 def _score_trial(manager: RewardManager, batch: DataProto) -> dict[str, Any]:
@@ -174,6 +227,6 @@ def _score_trial(manager: RewardManager, batch: DataProto) -> dict[str, Any]:
         for filename, number, line in lines[-1:]:
             error.add_note(f"raised at {filename}:{number}: {line}")
         error.add_note(
-            "found by a trial before training: the ground truth and the prompt of a row, scored as responses"
+            "found by a trial before training: right, wrong and empty responses to a row, made from its ground truth"
         )
         raise

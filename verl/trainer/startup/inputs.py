@@ -14,7 +14,7 @@ from verl.data.bad_rows import BadRowsError, write_bad_rows
 from verl.data.collate import TOKEN_KEYS, PromptCollator, collate_prompts
 from verl.data.dataset import TokenizedDataset
 from verl.data.files import row_count
-from verl.data.media import media_columns, note_unused_media_keys
+from verl.data.media import note_unused_media_keys
 from verl.data.mixture import Mixture, datasets_of
 from verl.data.order import PromptSource, ResumableSampler, check_batch_size
 from verl.data.processor import load_processor
@@ -34,8 +34,6 @@ logger = logging.getLogger("verl.trainer")
 #: keys of an item that is tokenized, or that the trainer tokenizes
 RL_TOKENS = (*TOKEN_KEYS, "raw_prompt")
 SFT_TOKENS = ("response_ids",)
-#: columns of a row that are not further columns for the reward
-_READ = ("prompt", "answer", "ground_truth", "reward_model", "data_source", "ability", "extra_info")
 
 
 @dataclass
@@ -267,30 +265,13 @@ def are_rows(data: Any, tokenized: Sequence[str] = RL_TOKENS) -> bool:
 
 
 def as_dataset(config: schema.Config, tokenizer: Any, data: Any, max_samples: int, processor: Any = None) -> Any:
-    """The dataset of rows; a dataset as it is. Further columns of a row are also passed to the reward in extra_info."""
+    """The dataset of rows; a dataset as it is."""
     if not are_rows(data) or (isinstance(data, Dataset) and config.data.prompt_key not in data[0]):
         return data
-    truth_key = config.data.ground_truth_key
     rows = [data[i] for i in range(len(data))]
-    columns = dict.fromkeys(key for row in rows if isinstance(row, Mapping) for key in row)
-    read = (config.data.prompt_key, truth_key, *(media_columns(config.data) if processor is not None else ()))
-    rows = [_row(row, columns, read, truth_key) for row in rows]
-    limit = len(rows) if max_samples < 0 else max_samples
-    return RLHFDataset(rows, tokenizer, config.data, processor, max_samples=limit)
-
-
-def _row(row: Any, columns: Mapping[str, None], read: Sequence[str], truth_key: str) -> Any:
-    """A row with all columns, and the further ones in extra_info."""
-    if not isinstance(row, Mapping):
-        return row  # reported by `rows_in_memory`
-    row = {**columns, **row}
-    if "ground_truth" in row and truth_key not in row and "reward_model" not in row:
-        row[truth_key] = row.pop("ground_truth")
-    further = {key: value for key, value in row.items() if key not in (*_READ, *read)}
-    extra_info = row.get("extra_info") or {}
-    if not isinstance(extra_info, Mapping):
-        return row  # reported by the dataset
-    return {**row, "extra_info": further | dict(extra_info)} if further else row
+    return RLHFDataset(
+        rows, tokenizer, config.data, processor, max_samples=len(rows) if max_samples < 0 else max_samples
+    )
 
 
 def given_rewards(config: schema.Config, tokenizer: Any, reward: Any) -> RewardManager:

@@ -1,0 +1,67 @@
+"""`verl data inspect` and `verl rewards test`."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from verl.cli.app import app
+from verl.data.files import read_rows
+from verl.evaluation.prompts import PromptSet, write_output
+
+
+@pytest.fixture
+def run(tmp_path):
+    def call(*command, rows):
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        result = CliRunner().invoke(app, [*command[:2], str(file), *command[2:]])
+        return result.exit_code, result.output
+
+    return call
+
+
+GSM8K = {"question": "2+3?", "answer": "2+3=5\n#### 5", "data_source": "openai/gsm8k"}
+
+
+def test_inspect_shows_columns_and_bad_rows(run):
+    code, output = run("data", "inspect", rows=[GSM8K, {**GSM8K, "question": ""}])
+    assert code == 1
+    assert "question             length 0 to 4, mean 2  str 2" in output
+    assert "first prompt:  2+3?" in output
+    assert "bad rows: 1 of 2" in output and "rows.jsonl, line 2: the prompt is empty" in output
+    assert run("data", "inspect", rows=[GSM8K])[0] == 0
+
+
+def test_rewards_are_tried_for_each_data_source(run):
+    mmlu = {"question": "2+3?", "answer": "2", "data_source": "cais/mmlu"}
+    rows = [GSM8K, {**GSM8K, "answer": "none"}, {**mmlu, "answer": "C"}, {**mmlu, "data_source": "my/own"}]
+    code, output = run("rewards", "test", rows=rows)
+    assert code == 1 and "bad rows: 2 of 4" in output
+    assert "openai/gsm8k: gsm8k_strict() at " in output and "cais/mmlu: multiple_choice() at " in output
+    assert "line 2: raised ValueError: gsm8k: ground truth: expected a number" in output
+    assert "line 4: no reward rule for data_source 'my/own'" in output
+
+
+def test_rewards_test_says_where_the_answer_was(run):
+    code, output = run("rewards", "test", rows=[{"prompt": "2+3?", "answer": "5", "data_source": "lighteval/MATH"}])
+    assert code == 0 and "answer '5' (box)" in output and "answer None (no final answer is stated)" in output
+
+
+def test_a_custom_reward_gets_columns_and_its_fault_is_named(run, tmp_path):
+    (tmp_path / "own.py").write_text("def f(response, level): return level\ndef g(response): return len(response)\n")
+    key = f"reward.custom_reward_function.path={tmp_path / 'own.py'}", "reward.custom_reward_function.name="
+    rows = [{"prompt": "2+3?", "answer": "5", "level": 3}]
+    code, output = run("rewards", "test", key[0], key[1] + "f", rows=rows)
+    assert code == 1 and "pays every response the same (best scores: right 3, wrong 3, empty 3)" in output
+    code, output = run("rewards", "test", key[0], key[1] + "g", rows=rows)
+    assert code == 1 and "its score grows with the length of the response" in output
+
+
+def test_generated_rows_keep_the_data_source_of_training(tmp_path):
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "test.jsonl").write_text('{"prompt": "2+3?", "answer": "5"}\n')
+    prompts = PromptSet(read_rows(tmp_path / "my" / "test.jsonl"), [[1]], None, "prompt")
+    for name in ("out.jsonl", "out.parquet"):
+        write_output(prompts, [["5"]], tmp_path / name)
+        assert [row["data_source"] for row in read_rows(tmp_path / name)] == ["my"]

@@ -1,0 +1,180 @@
+"""The forms of data that people have: the table of docs/data_format.md, cell by cell, on a small row of each."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from verl.config.schema.offline import EvalConfig, GenerationConfig
+from verl.data.forms import as_messages, read_prompt_column
+from verl.data.rlhf_dataset import RLHFDataset
+from verl.data.sft_dataset import SFTDataset
+from verl.evaluation.prompts import read_prompts
+from verl.evaluation.score import read_responses
+
+PAGE = Path(__file__).parents[2] / "docs" / "data_format.md"
+USER = {"role": "user", "content": "What is 2+3?"}
+TURN = {"role": "assistant", "content": "It is 5."}
+RULE = {"style": "rule", "ground_truth": "5"}
+SHAREGPT = [{"from": "human", "value": "What is 2+3?"}, {"from": "gpt", "value": "It is 5."}]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "What is 2+3?"}]}, TURN]
+TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
+
+#: form -> a row, and the results of train, sft and eval: the text that is compared or trained, or a text of the error.
+#: Generation reads the same prompts as training.
+NO_TRUTH, CHAT, NO_RESPONSE = "no truth", "!ends with an assistant message", "!data.response_key"
+FORMS = {
+    "GSM8K": ({"question": "What is 2+3?", "answer": "2+3=5\n#### 5"}, "2+3=5\n#### 5", "2+3=5\n#### 5"),
+    "DAPO-Math-17k": (
+        {"prompt": [USER], "data_source": "math_dapo", "ability": "MATH", "reward_model": RULE, "extra_info": {}},
+        "5",
+        NO_RESPONSE,
+    ),
+    "Eurus-2-RL": ({"prompt": [USER], "data_source": "taco", "reward_model": RULE, "extra_info": {}}, "5", NO_RESPONSE),
+    "DeepScaleR": ({"problem": "What is 2+3?", "solution": "It is 5.", "answer": "5"}, "5", "It is 5."),
+    "OpenR1-Math": (
+        {"problem": "What is 2+3?", "solution": "It is 5.", "answer": "5", "messages": [USER, TURN]},
+        "5",
+        "It is 5.",
+    ),
+    "Search-R1": (
+        {
+            "question": "What is 2+3?",
+            "golden_answers": ["5", "five"],
+            "data_source": "nq",
+            "prompt": [USER],
+            "reward_model": {"style": "rule", "ground_truth": {"target": ["5", "five"]}},
+        },
+        {"target": ["5", "five"]},
+        NO_RESPONSE,
+    ),
+    "KodCode": (
+        {"question": "What is 2+3?", "solution": "def f(): return 5", "test": "def test_f(): assert f() == 5"},
+        "def test_f(): assert f() == 5",
+        "def f(): return 5",
+    ),
+    "geo3k": ({"problem": "What is 2+3?", "answer": "5", "images": []}, "5", "5"),
+    "MMLU": (
+        {"question": "What is 2+3?", "subject": "math", "choices": ["4", "6", "5", "7"], "answer": 2},
+        "2",
+        "!is not text: found 2",
+    ),
+    "ARC": (
+        {"question": "What is 2+3?", "choices": {"text": ["4", "5"], "label": ["A", "B"]}, "answerKey": "B"},
+        "B",
+        NO_RESPONSE,
+    ),
+    "xLAM": (
+        {"query": "What is 2+3?", "answers": '[{"name": "add", "arguments": {}}]', "tools": json.dumps([TOOL])},
+        '[{"name": "add", "arguments": {}}]',
+        None,
+    ),
+    "Hermes": ({"conversations": [{"from": "system", "value": "Be brief."}, *SHAREGPT]}, CHAT, "It is 5."),
+    "BFCL": ({"id": "simple_0", "question": [[USER]], "function": [TOOL]}, NO_TRUTH, NO_RESPONSE),
+    "ShareGPT": ({"conversations": SHAREGPT}, CHAT, "It is 5."),
+    "Alpaca": ({"instruction": "What is", "input": "2+3?", "output": "It is 5."}, NO_TRUTH, "It is 5."),
+    "OpenAI messages": ({"messages": PARTS}, CHAT, "It is 5."),
+    "messages as JSON text": ({"messages": json.dumps([USER, TURN])}, CHAT, "It is 5."),
+    "TRL prompt and completion": ({"prompt": "What is 2+3?", "completion": "It is 5."}, NO_TRUTH, "It is 5."),
+    "TRL conversational": ({"prompt": [USER], "completion": [TURN]}, NO_TRUTH, "It is 5."),
+    "UltraFeedback": (
+        {"prompt": "What is 2+3?", "chosen": [USER, TURN], "rejected": [USER, {**TURN, "content": "It is 6."}]},
+        NO_TRUTH,
+        "It is 5.",
+    ),
+}
+
+
+def outcome(read):
+    """What a function returns, or "!" and its error."""
+    try:
+        return read()
+    except ValueError as error:
+        return f"!{error}"
+
+
+def matches(found, expected):
+    return expected[1:] in found if isinstance(expected, str) and expected.startswith("!") else found == expected
+
+
+@pytest.fixture
+def path(tmp_path):
+    def write(row, **more):
+        file = tmp_path / "rows.jsonl"
+        file.write_text(json.dumps(row | more) + "\n")
+        return str(file)
+
+    return write
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_training_reads_it(form, path, chat_tokenizer):
+    row, truth, _ = FORMS[form]
+    found = outcome(lambda: RLHFDataset(path(row), chat_tokenizer)[0])
+    if isinstance(truth, str) and truth.startswith("!"):
+        assert matches(found, truth)
+        return
+    assert found["reward_model"]["ground_truth"] == (None if truth is NO_TRUTH else truth)
+    prompt = "".join(message["content"] for message in found["raw_prompt"])
+    assert "".join(prompt.split()).startswith("Whatis2+3?")
+    assert ("C. 5" in prompt or "B. 5" in prompt) == ("choices" in row)
+    missing = (
+        row.keys() - found["extra_info"].keys() - {"prompt", "data_source", "reward_model", "extra_info", "images"}
+    )
+    assert len(missing) <= 1  # the column of the prompt
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sft_reads_it(form, path, chat_tokenizer):
+    row, _, response = FORMS[form]
+    found = outcome(lambda: SFTDataset(path(row), chat_tokenizer)[0])
+    if response is None:
+        return  # tools are rendered, or refused, as docs/sft.md says
+    if response.startswith("!"):
+        assert matches(found, response)
+        return
+    assert chat_tokenizer.decode(found["response_ids"]).removesuffix("\n") == response + "<|im_end|>"
+    assert "What is" in chat_tokenizer.decode(found["prompt_ids"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_generation_reads_it(form, path, chat_tokenizer):
+    row, truth, _ = FORMS[form]
+    config = GenerationConfig.model_validate({"data": {"path": [path(row)]}})
+    found = outcome(lambda: chat_tokenizer.decode(read_prompts(config, chat_tokenizer).prompt_ids[0]))
+    assert CHAT[1:] in found if truth is CHAT else "What is" in found and not found.startswith("!")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_evaluation_reads_it(form, path):
+    row, truth, _ = FORMS[form]
+    data = EvalConfig().data
+    found = outcome(lambda: read_responses([path(row, responses=["5"])], data)[0].ground_truth)
+    if truth in (NO_TRUTH, CHAT):
+        assert "no ground truth" in found
+    else:
+        assert str(found) == str(truth)
+
+
+def test_the_page_has_the_results_of_every_form():
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", PAGE.read_text(), re.MULTILINE)
+    cells = {name: [train, sft, evaluate] for name, train, sft, evaluate in rows}
+    for form, (_, truth, response) in FORMS.items():
+        train, sft, evaluate = cells[form]
+        assert train.startswith("no" if truth is CHAT else "prompts" if truth is NO_TRUTH else "yes"), form
+        assert response is None or sft.startswith("no" if response.startswith("!") else "yes"), form
+        assert evaluate.startswith("no" if truth in (NO_TRUTH, CHAT) else "yes"), form
+
+
+def test_text_that_only_looks_like_a_chat_is_text():
+    for text in ("[{", '[{"name": "f"}]', "[1, 2]", "plain"):
+        assert as_messages(text) == text
+    image = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+    assert as_messages(image) == image
+
+
+def test_choices_that_the_prompt_names_are_not_repeated():
+    row = {"prompt": "Is it A. red or B. blue?", "choices": ["red", "blue"]}
+    assert read_prompt_column(row, "prompt") == row["prompt"]
+    assert read_prompt_column({**row, "prompt": "Which?"}, "prompt") == "Which?\nA. red\nB. blue"

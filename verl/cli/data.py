@@ -1,0 +1,127 @@
+"""Commands on data before a run: `verl data inspect` shows how rows are read, `verl rewards test` what is paid."""
+
+from collections import Counter
+from typing import Annotated, Any
+
+import typer
+
+from verl.utils.redaction import console_text
+
+data = typer.Typer(help="Inspect data files.", no_args_is_help=True)
+rewards = typer.Typer(help="Try reward functions.", no_args_is_help=True)
+
+_Data = Annotated[str, typer.Argument(metavar="DATA", help="a file, a folder or a dataset of the Hub")]
+_Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="keys of `verl train`")]
+
+
+@data.command("inspect")
+def inspect(path: _Data, overrides: _Overrides = None) -> None:
+    """Show columns, lengths, the first prompt and bad rows of a file; with a model path, lengths in tokens, too."""
+    _run(_inspect, path, overrides)
+
+
+@rewards.command("test")
+def test(path: _Data, overrides: _Overrides = None) -> None:
+    """Score right, wrong and empty responses of each data source; list the rows whose ground truth is not read."""
+    _run(_test, path, overrides)
+
+
+def _run(command: Any, path: str, overrides: list[str] | None) -> None:
+    """Call a command with the configuration and the rows; prints the bad rows that it returns."""
+    from verl.config.load import read_config
+    from verl.config.schema import Config
+    from verl.data.columns import check_columns, find_columns
+    from verl.data.files import read_rows
+    from verl.trainer.startup.command_line import user_errors
+    from verl.utils.log import setup_logging
+
+    setup_logging()
+    with user_errors():
+        config = read_config(None, [f"data.train_files={path}", *(overrides or [])], schema=Config).config
+        rows = read_rows(config.data.train_files)
+        section = find_columns(rows, config.data)
+        check_columns(rows, section)
+        bad = command(config.model_copy(update={"data": section}), rows)
+    _print(f"bad rows: {len(bad):,} of {len(rows):,}", *bad[:5], sep="\n  ")
+    raise typer.Exit(bool(bad))
+
+
+def _print(*cells: Any, sep: str = "  ") -> None:
+    typer.echo(console_text(sep.join(map(str, cells))))
+
+
+def _inspect(config: Any, rows: Any) -> list[str]:
+    from verl.config.schema import SFTDataConfig
+    from verl.data.columns import reward_model
+    from verl.data.forms import read_prompt_column
+    from verl.data.sft_dataset import find_sample_columns
+    from verl.data.tokenization import encode_prompts, load_tokenizer, read_prompt
+
+    section, model = config.data, config.actor_rollout_ref.model
+    tokenizer = load_tokenizer(model) if model.path else None
+    has_template = tokenizer is not None and tokenizer.chat_template is not None
+    types: dict[str, Counter] = {name: Counter() for name in rows.columns}
+    lengths: dict[str, list[int]] = {name: [] for name in (*rows.columns, "prompt in tokens")}
+    prompts, bad = [], []
+    for index, row in enumerate(rows):
+        for name in rows.columns:
+            types[name][type(row[name]).__name__] += 1
+            lengths[name].append(len(str(row[name])))
+        try:
+            prompt = read_prompt_column(row, section.prompt_key)
+            prompt = read_prompt(prompt, section.prompt_format, has_template, rows.location(index))
+            reward_model(row, rows.location(index), section.ground_truth_key)
+            if tokenizer is not None:
+                prompt = encode_prompts(tokenizer, [prompt], lambda _, i=index: rows.location(i))[0]
+                lengths["prompt in tokens"].append(len(prompt))
+            prompts.append(prompt)
+        except ValueError as error:
+            bad.append(str(error))
+    for name, sizes in lengths.items():
+        if sizes:
+            kinds = ", ".join(f"{kind} {count:,}" for kind, count in types.get(name, {}).items())
+            _print(f"{name:<20} length {min(sizes):,} to {max(sizes):,}, mean {sum(sizes) / len(sizes):,.0f}", kinds)
+    _print("first prompt:", "none" if not prompts else tokenizer.decode(prompts[0]) if tokenizer else prompts[0])
+    try:
+        find_sample_columns(rows, SFTDataConfig())
+    except ValueError as error:
+        _print("sft:", error)
+    return bad
+
+
+def _test(config: Any, rows: Any) -> list[str]:
+    from verl.data.columns import data_source, reward_columns, reward_info, reward_model
+    from verl.registry import import_module
+    from verl.rewards.outcome import BadOutcome, Sample, read_outcome
+    from verl.rewards.trial import describe_fault, explain, trial_responses
+    from verl.trainer.startup.inputs import load_rewards
+
+    for address in config.imports:
+        import_module(address)
+    manager, names, bad, tried = load_rewards(config, None), reward_columns(rows, config.data), [], set()
+    for index, row in enumerate(rows):
+        location, source = rows.location(index), data_source(row, rows, index, config.data.reward_fn_key)
+        try:
+            function = manager.compute_score.for_data_source(source)
+            truth = reward_model(row, location, config.data.ground_truth_key)["ground_truth"]
+            kinds = {"empty": [""]} if source in tried else trial_responses(truth, row.get("solution"))
+            pairs = [(kind, text) for kind, texts in kinds.items() for text in texts]
+            sample = {"data_source": source, "ground_truth": truth, "extra_info": reward_info(row, names)}
+            sample |= {"prompt": row[config.data.prompt_key], "total": len(pairs)}
+            samples = [Sample(solution_str=text, number=i, **sample) for i, (_, text) in enumerate(pairs)]
+            outcomes = {i: read_outcome(outcome) for i, _, outcome in manager.outcomes(samples)}
+        except (BadOutcome, ValueError) as error:
+            bad.append(f"{location}: {error}")
+            continue
+        if source in tried:
+            continue
+        tried.add(source)
+        _print(f"{source}: {function.location}; ground truth {truth!r:.80} ({location})")
+        scores: dict[str, list[float]] = {}
+        for i, (kind, text) in enumerate(pairs):
+            value, extra = outcomes[i]
+            scores.setdefault(kind, []).append(value)
+            _print(f"  {kind:<6}{value:>8g}  {text!r:.60}  {explain(function, text, extra)}")
+        if fault := describe_fault(scores):
+            bad.append(f"{location}: the reward {fault}")
+    return bad

@@ -1,0 +1,66 @@
+"""A trial of a reward function: right, wrong and empty responses to a row, and what their scores say about it."""
+
+import re
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.rewards.functions import ScoreFunction
+from verl.rewards.rules.accuracy import final_answer
+from verl.rewards.rules.answers.rule import AnswerRule, read_references
+
+_THOUGHT = "<think>\nStep by step.\n</think>\n"
+_FORMS = ("{}", _THOUGHT + "The answer is \\boxed{{{}}}.\n#### {}\nAnswer: {}", _THOUGHT + "<answer>{}</answer>")
+_WRONG = "987654321"
+_TESTS = re.compile(r"\n|\bassert\b|\bdef \b|\bimport \b")  # a reference that is no answer, but tests a program
+
+
+def trial_responses(ground_truth: Any, solution: Any = None) -> dict[str, list[str]]:
+    """Return right, wrong and empty responses. There may be no right one: tests of a program tell none.
+
+    Args:
+        ground_truth: That of a row.
+        solution: A worked solution or a program, if the row has one.
+    """
+    try:
+        reference = final_answer(read_references(ground_truth)[0])
+    except ValueError:
+        reference = ""
+    references = [] if len(reference) > 200 or _TESTS.search(reference) or not reference else [reference]
+    if len(reference) == 1 and reference.isdecimal():  # it may be the index of a choice
+        references.append(string.ascii_uppercase[int(reference)])
+    right = [form.format(text, text, text) for text in references for form in _FORMS]
+    if isinstance(solution, str) and solution.strip():
+        right += [solution, f"```python\n{solution}\n```"]
+    return {"right": right, "wrong": [*(form.format(*[_WRONG] * 3) for form in _FORMS), _WRONG * 20], "empty": [""]}
+
+
+def describe_fault(scores: Mapping[str, Sequence[float]]) -> str | None:
+    """What is wrong with a reward that pays the responses of `trial_responses` like this; None if it can be right."""
+    best = {kind: max(values) for kind, values in scores.items() if values}
+    values = {value for kind in scores.values() for value in kind}
+    unpaid = max(best["wrong"], best["empty"])
+    if len(values) == 1 and ("right" in best or unpaid > 0):
+        fault = "pays nothing for a right response" if unpaid <= 0 else "pays every response the same"
+    elif unpaid < best.get("right", float("inf")):
+        return None
+    else:
+        kind = "a wrong" if best["wrong"] == unpaid else "an empty"
+        fault = f"pays {kind} response as much as a right one, or more"
+    short, long = scores["wrong"][0], scores["wrong"][-1]
+    if scores["empty"][0] < short < long or scores["empty"][0] > short > long:
+        fault += f"; its score {'grows' if short < long else 'falls'} with the length of the response"
+    return f"{fault} (best scores: {', '.join(f'{kind} {value:g}' for kind, value in best.items())})"
+
+
+def explain(function: ScoreFunction, response: str, extra: Mapping[str, Any]) -> str:
+    """What a rule takes as the final answer of a response, and where it has found it; "" if that is not known."""
+    body = function.func
+    named = [
+        getattr(body, "__globals__", {}).get(name) for name in getattr(body, "__code__", explain.__code__).co_names
+    ]
+    rule = next((value for value in named if isinstance(value, AnswerRule)), None)
+    if rule is None:
+        return f"answer {extra['pred']!r}" if "pred" in extra else ""
+    final = rule.extract(response)
+    return f"answer {final.text!r} ({final.source})"
