@@ -8,10 +8,11 @@ preparation and training, and a weight push interrupts it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 from verl.planner import step_time
 from verl.planner.devices import Device
-from verl.planner.memory import Items, group_memory, optimizer_bytes, peak, weights
+from verl.planner.memory import Items, group_memory, optimizer_bytes, total, weights
 from verl.planner.workload import Job, Role
 
 #: roles that only run forward passes -> their operator
@@ -47,7 +48,8 @@ class Group:
     @cached_property
     def peak(self) -> tuple[str, float]:
         """(phase, bytes) of the phase that needs most memory."""
-        return peak(self.memory)
+        phase = max(self.memory, key=lambda phase: total(self.memory[phase]))
+        return phase, total(self.memory[phase])
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,14 @@ class Plan:
         device: the device.
         groups: the groups, the actor's first.
         concurrent: whether groups work at the same time (trainer.overlap).
+        placed: the devices of each group; None: one after the other, from 0.
     """
 
     job: Job
     device: Device
     groups: tuple[Group, ...]
     concurrent: bool = True
+    placed: Sequence[Sequence[int]] | None = None
 
     @cached_property
     def stages(self) -> tuple[float, ...]:
@@ -85,6 +89,14 @@ class Plan:
     @property
     def devices(self) -> int:
         return sum(group.devices for group in self.groups)
+
+    @property
+    def numbers(self) -> Sequence[Sequence[int]]:
+        """The devices of each group."""
+        if self.placed is not None:
+            return self.placed
+        ends = list(accumulate(group.devices for group in self.groups))
+        return [range(end - group.devices, end) for group, end in zip(self.groups, ends)]
 
     @property
     def overlaps_roles(self) -> bool:

@@ -9,6 +9,7 @@ ends when even the fastest rest cannot beat the best placement so far: the resul
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from verl.planner.devices import Device
 from verl.planner.placement import STAGES, Group, Plan, cost_group, is_possible, role_seconds, step_seconds
@@ -91,12 +92,11 @@ class Search:
         """
         splits = self.space.separate_rollout or self.job.overlaps
         groupings = list(partitions([*self.job.names, "rollout"] if splits else self.job.names))
-        if self.job.overlaps:
-            return [partition for partition in groupings if self.is_split(partition)]
         return [
             partition
             for partition in groupings
-            if all("rollout" not in names or "actor" in names or len(names) == 1 for names in partition)
+            if self.is_split(partition)
+            or (not self.job.overlaps and all("rollout" not in names or "actor" in names for names in partition))
         ]
 
     def is_split(self, partition: Partition) -> bool:
@@ -152,24 +152,22 @@ class Search:
     def _splits(self, shape: ModelShape, tensor: int) -> bool:
         return shape.heads % tensor == 0 and shape.kv_heads % tensor == 0 and tensor <= self.device.per_node
 
-    def _sizes(self, devices: int, shape: ModelShape) -> list[tuple[int, int, int | None] | None]:
-        """(tensor, pipeline, expert) sizes; None: that of the role."""
+    def _sizes(self, devices: int, shape: ModelShape) -> list[dict[str, Any]]:
+        """The sizes of model parallelism, as attributes of a layout; without an entry, that of the role."""
         if self.space.model_sizes is None:
-            return [None]
-        fit = [(t, p) for t, p in self.space.model_sizes if devices % (t * p) == 0 and t <= self.device.per_node]
+            return [{}]
+        pairs = [(t, p) for t, p in self.space.model_sizes if devices % (t * p) == 0 and t <= self.device.per_node]
+        fit = [{"tensor": tensor, "pipeline": pipeline} for tensor, pipeline in pairs]
         if not shape.experts or self.space.expert_sizes is None:
-            return [(t, p, None) for t, p in fit]
-        experts = [e for e in self.space.expert_sizes if shape.experts % e == 0]
-        return [(t, p, e) for t, p in fit for e in experts if devices % (p * e) == 0]
+            return fit
+        counts = [count for count in self.space.expert_sizes if shape.experts % count == 0]
+        experts = [{"expert": count, "expert_tensor": 1 if count > 1 else None} for count in counts]
+        return [a | b for a in fit for b in experts if devices % (a["pipeline"] * b["expert"]) == 0]
 
-    def _sized(self, role: Role, devices: int, sizes: tuple[int, int, int | None] | None) -> Role:
+    def _sized(self, role: Role, devices: int, sizes: dict[str, Any]) -> Role:
         if role.name == "rollout":
             return replace(role, layout=Layout(devices))
-        if sizes is None:
-            return role.on(devices)
-        (tensor, pipeline, expert), layout = sizes, role.layout
-        experts = {} if expert is None else {"expert": expert, "expert_tensor": 1 if expert > 1 else None}
-        return replace(role, layout=replace(layout, devices=devices, tensor=tensor, pipeline=pipeline, **experts))
+        return replace(role, layout=replace(role.layout, devices=devices, **sizes))
 
     # ---- allocations ------------------------------------------------------------------------------------------------
 
