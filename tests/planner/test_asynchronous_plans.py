@@ -72,7 +72,9 @@ def plan_of(groups: list[tuple[tuple[str, ...], int]], generation: float, traini
         seconds = {"gen": ("generation", generation)} if "rollout" in names else {}
         seconds |= {"update_actor": ("training", training)} if "actor" in names else {}
         roles = tuple(job.role(name).on(devices) for name in names)
-        found.append(Group(roles, devices, {"generation": {"weights": gib * GIB}}, seconds))
+        group = Group(job, SECOND, roles, job.role("rollout"))
+        vars(group).update(memory={"generation": {"weights": gib * GIB}}, seconds=seconds)
+        found.append(group)
     return Plan(job, SECOND, tuple(found))
 
 

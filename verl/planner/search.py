@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from verl.planner.devices import Device
-from verl.planner.placement import STAGES, Group, Plan, cost_group, is_possible, role_seconds, step_seconds
+from verl.planner.placement import STAGES, Group, Plan, is_possible, step_seconds
 from verl.planner.shapes import ModelShape
 from verl.planner.workload import Job, Layout, Role
 
@@ -83,7 +83,6 @@ class Search:
         rollout = replace(job.role("actor"), name="rollout", trains=False)
         self.split_job = replace(job, roles=(*job.roles, rollout))
         self._groups: dict[tuple[tuple[str, ...], bool, int], Group | None] = {}
-        self._jobs: dict[tuple[tuple[str, ...], bool, int], Job] = {}
 
     def partitions(self) -> list[Partition]:
         """The partitions to try. A rollout is with the actor or alone: no other role frees its memory for it.
@@ -108,21 +107,16 @@ class Search:
         names = tuple(name for name in names if split or name != "rollout")
         key = (names, split, devices)
         if key not in self._groups:
-            self._groups[key] = self._best_group(key)
+            self._groups[key] = self._best_group(*key)
         return self._groups[key]
 
-    def _best_group(self, key: tuple[tuple[str, ...], bool, int]) -> Group | None:
-        names, split, devices = key
-        layouts: list[tuple[float, int, Job, list[Role]]] = []
-        for job, roles in self._layouts(names, split, devices):
-            seconds = role_seconds(job, self.device, roles, self._generator(job, roles, split))
-            layouts.append((sum(s for _, s in seconds.values()), len(layouts), job, roles))
-        for *_, job, roles in sorted(layouts, key=lambda entry: entry[:2]):
-            group = cost_group(job, self.device, roles, self._generator(job, roles, split))
-            if group.peak[1] <= self.device.available(devices):
-                self._jobs[key] = job
-                return group
-        return None
+    def _best_group(self, names: tuple[str, ...], split: bool, devices: int) -> Group | None:
+        groups = [
+            Group(job, self.device, tuple(roles), self._generator(job, roles, split))
+            for job, roles in self._layouts(names, split, devices)
+        ]
+        fastest_first = sorted(groups, key=lambda group: sum(seconds for _, seconds in group.seconds.values()))
+        return next((group for group in fastest_first if group.peak[1] <= self.device.available(devices)), None)
 
     def _generator(self, job: Job, roles: list[Role], split: bool) -> Role:
         """The role that generates. On other devices, only their number matters, and that little: as many as here."""
@@ -215,7 +209,7 @@ class Search:
     def _plan(self, groups: list[Group], split: bool) -> Plan:
         generator = "rollout" if split else "actor"
         owner = next(group for group in groups if generator in group.names)
-        return Plan(self._jobs[owner.names, split, owner.devices], self.device, tuple(groups))
+        return Plan(owner.job, self.device, tuple(groups))
 
     def plans(self, devices: int, count: int = 2) -> list[Plan]:
         """The fastest plan of each partition, the best first: the best `count`, and all within 5 % of the best."""
