@@ -8,7 +8,7 @@ import pytest
 from tests.planner.test_planner import H200, job_of
 from verl.planner.devices import GIB
 from verl.planner.placement import Group, Plan, is_possible, plan_groups, step_seconds
-from verl.planner.report import Configured, choice_lines
+from verl.planner.report import choice_lines
 from verl.planner.search import Search
 from verl.planner.settings import overrides_of
 from verl.planner.shapes import built_in
@@ -72,7 +72,9 @@ def plan_of(groups: list[tuple[tuple[str, ...], int]], generation: float, traini
         seconds = {"gen": ("generation", generation)} if "rollout" in names else {}
         seconds |= {"update_actor": ("training", training)} if "actor" in names else {}
         roles = tuple(job.role(name).on(devices) for name in names)
-        found.append(Group(roles, devices, {"generation": {"weights": gib * GIB}}, seconds))
+        group = Group(job, SECOND, roles, job.role("rollout"))
+        vars(group).update(memory={"generation": {"weights": gib * GIB}}, seconds=seconds)
+        found.append(group)
     return Plan(job, SECOND, tuple(found))
 
 
@@ -89,7 +91,7 @@ SECOND_BEST = plan_of([(("actor",), 2), (("ref",), 1), (("rollout",), 5)], 3.0, 
 
 
 def test_the_configured_placement_has_a_row_with_its_rank_and_devices():
-    own = Configured(plan_of([(("actor", "ref"), 2), (("rollout",), 4)], 2.5, 1.0), [[6, 7], [0, 1, 2, 4]])
+    own = replace(plan_of([(("actor", "ref"), 2), (("rollout",), 4)], 2.5, 1.0), placed=[[6, 7], [0, 1, 2, 4]])
     lines = choice_lines([BEST, SECOND_BEST], 8, own)
     # generation is longer: 2, 3 and 2.5 s, and a quarter of a second
     assert row_of(lines, "best")[:2] == ["1", "2.25"] and row_of(lines, "runner-up")[:2] == ["3", "3.25"]
@@ -104,16 +106,16 @@ def test_the_configured_placement_has_a_row_with_its_rank_and_devices():
 
 
 def test_a_configured_placement_that_is_in_the_table_is_marked_with_its_own_devices():
-    own = Configured(plan_of([(("rollout",), 5), (("ref", "actor"), 3)], 2.0, 2.0), [[0, 1, 2, 3, 4], [5, 6, 7]])
+    own = replace(plan_of([(("rollout",), 5), (("ref", "actor"), 3)], 2.0, 2.0), placed=[[0, 1, 2, 3, 4], [5, 6, 7]])
     lines = choice_lines([BEST, SECOND_BEST], 8, own)
     assert row_of(lines, "best *")[0] == "1" and row_of(lines, "runner-up")[0] == "2"
     assert "best *        actor, ref on devices 5-7" in lines and not any("configured *" in line for line in lines)
-    other = replace(own.plan, job=replace(own.plan.job, rollout_tensor=5))  # of another size
-    assert row_of(choice_lines([BEST, SECOND_BEST], 8, replace(own, plan=other)), "configured *")
+    other = replace(own, job=replace(own.job, rollout_tensor=5))  # of another size
+    assert row_of(choice_lines([BEST, SECOND_BEST], 8, other), "configured *")
 
 
 def test_a_configured_placement_that_does_not_fit_has_no_rank():
-    own = Configured(plan_of([(("actor", "ref"), 1), (("rollout",), 1)], 1.0, 1.0, gib=1000.0), [[0], [1]])
+    own = replace(plan_of([(("actor", "ref"), 1), (("rollout",), 1)], 1.0, 1.0, gib=1000.0), placed=[[0], [1]])
     lines = choice_lines([BEST, SECOND_BEST], 8, own)
     assert row_of(lines, "configured *")[:2] == ["-", "1.25"] and row_of(lines, "runner-up")[0] == "2"
     assert "* does not fit into memory, so it has no rank" in lines
@@ -122,15 +124,15 @@ def test_a_configured_placement_that_does_not_fit_has_no_rank():
 
 def test_groups_that_wait_for_one_another_are_named():
     apart = [(("actor",), 2), (("ref",), 1), (("rollout",), 5)]
-    own = Configured(replace(plan_of(apart, 4.0, 2.0), concurrent=False), [[0, 1], [2], [3, 4, 5, 6, 7]])
+    own = replace(replace(plan_of(apart, 4.0, 2.0), concurrent=False), placed=[[0, 1], [2], [3, 4, 5, 6, 7]])
     assert "trainer.overlap=true" in " ".join(choice_lines([BEST, SECOND_BEST], 8, own))
-    own = Configured(replace(BEST, concurrent=False), [[0, 1, 2], [3, 4, 5, 6, 7]])  # nothing to overlap
+    own = replace(replace(BEST, concurrent=False), placed=[[0, 1, 2], [3, 4, 5, 6, 7]])  # nothing to overlap
     assert "trainer.overlap" not in " ".join(choice_lines([BEST, SECOND_BEST], 8, own))
 
 
 def test_a_rollout_that_shares_devices_is_named_with_the_actor():
     job = job_of(built_in("0.5B"), ("actor", "ref"))
     both = plan_groups(job, H200, [(("actor", "ref"), 4)])
-    lines = choice_lines([both], 4, Configured(both, [range(4)]))
+    lines = choice_lines([both], 4, replace(both, placed=[range(4)]))
     assert "best *        actor, rollout, ref on devices 0-3" in lines
     assert "push" not in lines[1]  # a part of training

@@ -335,18 +335,23 @@ def test_the_change_is_the_cheapest_one():
     job = job.with_role("actor", checkpointing=False)
     groups = [(("actor",), 1)]
     change, _ = smallest_change(job, A100, groups)
-    key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu="
-    assert [s.partition(key)[2] for s in change.settings if s.startswith(key)] == ["16384"]
+    assert change.settings["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] == "16384"
     # the log-probs are not computed again, so their micro-batches stay
     assert not any("log_prob" in setting for setting in change.settings)
     again, _ = smallest_change(replace(job, old_log_probs=True), A100, groups)
-    assert any("log_prob_max_token_len_per_gpu=16384" in setting for setting in again.settings)
+    assert again.settings["actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"] == "16384"
     assert not plan_groups(job, A100, groups).fits
+
+
+def test_micro_batches_that_are_small_already_are_no_change():
+    job = job_of(shapes.built_in("7B")).with_role("actor", update_tokens=2048, infer_tokens=2048)
+    change, _ = smallest_change(job, A100, [(("actor",), 1)])
+    assert change.settings and not any("max_token_len" in key for key in change.settings)
 
 
 def test_a_change_that_is_not_possible_is_no_plan():
     job = job_of(replace(TINY, kv_heads=1), prompts=3)
-    assert plan_with(Change((), lambda job: job, 2), job, H200, [(("actor",), 1)]) is None
+    assert plan_with(Change(factor=2), job, H200, [(("actor",), 1)]) is None
 
 
 def test_the_table_says_what_does_not_fit():

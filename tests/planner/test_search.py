@@ -36,14 +36,13 @@ class TableSearch(Search):
         super().__init__(job, H200, Space(separate_rollout=separate_rollout))
         self._random, self._values, self._missing = random.Random(seed), values, missing
 
-    def _best_group(self, key: tuple[tuple[str, ...], bool, int]) -> Group | None:
-        names, split, devices = key
+    def _best_group(self, names: tuple[str, ...], split: bool, devices: int) -> Group | None:
         if self._random.random() < self._missing:
             return None
         job = self.split_job if split else self.job
-        self._jobs[key] = job
-        seconds = {stage: (stage, self._random.choice(self._values)) for stage in STAGES}
-        return Group(tuple(job.role(name) for name in names), devices, {}, seconds)
+        group = Group(job, H200, tuple(job.role(name).on(devices) for name in names), job.role("actor"))
+        vars(group)["seconds"] = {stage: (stage, self._random.choice(self._values)) for stage in STAGES}
+        return group
 
 
 def fastest(search: TableSearch, devices: int) -> list[float]:

@@ -127,7 +127,7 @@ def test_a_panel_on_a_terminal(width):
         "update_actor 0.38s",
         "+ s=[bold]abc -> cba",
         "ETA    0:00",
-        "gsm8k/acc/mean@1 0.017 -> 0.500 (step 30), best 0.500 (step 30)",
+        "gsm8k/acc/mean@1 0.017 (step 1) -> 0.500 (step 30)",
     ):
         assert part in last
     assert "0.03 ▁" in last and "█ 1.00" in last
@@ -271,7 +271,8 @@ def test_the_bandwidth_limit_is_named_where_it_matters(size, seconds, share, wor
 
 
 def test_durations_in_words():
-    assert [format_duration(s) for s in (41, 123, 5364)] == ["41 s", "2 min 03 s", "1 h 29 min"]
+    texts = ["41 s", "2 min 03 s", "1 h 29 min", "2 d 05 h"]
+    assert [format_duration(s) for s in (41, 123, 5364, 191000)] == texts
 
 
 @pytest.mark.parametrize(("width", "height"), [(20, 5), (10, 2), (1, 1)])

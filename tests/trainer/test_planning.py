@@ -76,7 +76,8 @@ def test_the_settings_of_the_smallest_change_make_the_run_fit(settings, on_gpu, 
     before = planning.estimate(load_config(overrides=run), names)
     change, plan = before.change()
     assert not before.plan.fits and plan.fits and change.factor == 1
-    after = planning.estimate(load_config(overrides=[*run, *change.settings]), names)
+    settings = [f"{key}={value}" for key, value in change.settings.items()]
+    after = planning.estimate(load_config(overrides=[*run, *settings]), names)
     assert after.plan.fits and after.plan.peak == plan.peak
 
 

@@ -26,7 +26,7 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
     """List the runs of a folder, the newest first."""
     from rich.table import Table
 
-    from verl.tracking.formatting import format_short_duration
+    from verl.tracking.formatting import format_duration
     from verl.tracking.runs import open_run, run_folders
     from verl.trainer.startup.command_line import user_errors
 
@@ -51,7 +51,7 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
         steps = f"{run.steps}/{total}" if total else str(run.steps)
         metrics = (run.reward_name, next(iter(run.validation_names), None))
         figures = [cell for metric in metrics for cell in _last_and_best(metric, run.metrics.get(metric or "", ()))]
-        cells = (name, run.algorithm, run.model, steps, *figures, run.state, format_short_duration(run.age))
+        cells = (name, run.algorithm, run.model, steps, *figures, run.state, format_duration(run.age))
         table.add_row(*map(console_text, cells))
     _print(table)
     if len(records) < len(folders):
@@ -71,7 +71,7 @@ def compare_runs(
     from rich.table import Table
 
     from verl.tracking.curves import save_comparison
-    from verl.tracking.formatting import format_short_duration
+    from verl.tracking.formatting import format_duration
     from verl.tracking.runs import differing_settings, labels, open_run, short_names
     from verl.trainer.startup.command_line import user_errors
 
@@ -98,7 +98,7 @@ def compare_runs(
     for name in metric or _shown_metrics(records):
         table.add_row(console_text(name), *(_range(name, run.metrics.get(name)) for run in records))
     table.add_row("steps", *(str(run.steps) for run in records))
-    table.add_row("time", *(format_short_duration(run.seconds) for run in records))
+    table.add_row("time", *(format_duration(run.seconds) for run in records))
     _print(table, _WIDEST)
     typer.echo(console_text(f"legend: {'; '.join(labels(records))}\nplot: {plot}"))
 

@@ -20,12 +20,6 @@ DISK_GIB = 10.0
 SHARED_MEMORY_GIB = 1.0
 OPEN_FILES = 65536
 
-#: prefixes of interface names that do not connect to another host
-_VIRTUAL = (
-    *("lo", "docker", "br-", "veth", "dummy", "ifb", "virbr", "vnet", "cni", "flannel", "cali", "cilium", "lxc"),
-    *("podman", "tun", "tap", "sit", "gre", "erspan", "ip6", "ip_vti", "teql", "kube", "nodelocaldns", "wg"),
-)
-
 #: variable -> (value that slows down or breaks a run, its effect)
 _COSTLY = {
     "NCCL_P2P_DISABLE": ("1", "GPUs of this host exchange data through main memory"),
@@ -183,15 +177,12 @@ def _check_interfaces(value: str, routes: Path) -> Check:
         matching = [i for i in present if i.startswith(tuple(value.split(",")))]
     if matching:
         return Check(name, OK, f"{value} (here: {', '.join(matching)})")
-    usable = _interface_to_other_hosts(present, routes)
-    fix = f"unset {name}" if usable is None else f"export {name}={usable}"
+    usable = _default_interface(routes)
+    fix = f"export {name}={usable}" if usable in present else f"unset {name}"
     return Check(name, FAULT, f"{value} matches no network interface of this host ({', '.join(present)})", fix)
 
 
-def _interface_to_other_hosts(present: list[str], routes: Path) -> str | None:
-    """The interface of the default route, otherwise the first one that is not virtual; None if there is none."""
-    if routes.is_file():
-        for fields in map(str.split, routes.read_text(encoding="utf-8").splitlines()[1:]):
-            if fields[1] == "00000000" and fields[0] in present:
-                return fields[0]
-    return next((interface for interface in present if not interface.startswith(_VIRTUAL)), None)
+def _default_interface(routes: Path) -> str | None:
+    """The interface of the default route, which leads to other hosts; None if there is none."""
+    lines = routes.read_text(encoding="utf-8").splitlines()[1:] if routes.is_file() else []
+    return next((fields[0] for fields in map(str.split, lines) if fields[1] == "00000000"), None)

@@ -5,15 +5,17 @@ A pass over few tokens gives the fixed costs of a layer, passes over many give t
 """
 
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
+from multiprocessing import get_context
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.config import schema
@@ -24,7 +26,6 @@ from verl.modeling import attention
 from verl.planner import step_time
 from verl.planner.devices import Device
 from verl.planner.host import base_profile
-from verl.planner.placement import role_seconds
 from verl.planner.shapes import ModelShape
 from verl.planner.workload import Job, Role
 from verl.protocol import DataProto
@@ -37,25 +38,6 @@ GPU_PROBE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers"
 CPU_ROWS, GPU_ROWS = 32, 256
 PROMPT, RESPONSE = 32, 64
 REPEATS = 3
-
-_COLLECTIVES = """
-import sys, time, torch, torch.distributed as dist
-rank, store = int(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-for size in (2, 2**22):
-    x = torch.ones(size)
-    out = [torch.empty(size), torch.empty(size)]
-    seconds = []
-    for _ in range(15):
-        start = time.process_time()
-        dist.all_gather(out, x)
-        seconds.append(time.process_time() - start)
-    if rank == 0:
-        print(min(seconds))
-dist.barrier()
-dist.destroy_process_group()
-"""
 
 
 def calibrate(device: torch.device, log: Callable[[str], None] = lambda line: None) -> Device:
@@ -103,25 +85,27 @@ def _median(call: Callable[[], object], device: torch.device, repeats: int = REP
 
 def _collective_rates() -> dict[str, float]:
     """Rate and latency of a gather between two processes of this host, in processor time: it is mostly copying."""
-    command = [sys.executable, "-c", _COLLECTIVES]
-    with tempfile.TemporaryDirectory() as folder:
-        other = subprocess.Popen([*command, "1", f"{folder}/store"])
-        try:
-            run = subprocess.run(
-                [*command, "0", f"{folder}/store"],
-                capture_output=True,
-                text=True,
-                timeout=120,
-                check=True,
-                encoding="utf-8",
-                errors="replace",
-            )
-        finally:
-            other.wait(timeout=120)
-    printed = run.stdout
-    latency, seconds = map(float, printed.split())
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        (latency, seconds), _ = pool.map(_gather_seconds, (0, 1), [f"file://{folder}/store"] * 2)
     rate = 2**22 * 4 / max(1e-9, seconds - latency)  # each rank receives the half of the other one
     return {"link": rate, "node_link": rate, "latency": latency}
+
+
+def _gather_seconds(rank: int, store: str) -> list[float]:
+    """Seconds of a gather of few and of many numbers, in one of two processes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(minutes=2))
+    least = []
+    for size in (2, 2**22):
+        x, out, seconds = torch.ones(size), [torch.empty(size), torch.empty(size)], []
+        for _ in range(15):
+            start = time.process_time()
+            dist.all_gather(out, x)
+            seconds.append(time.process_time() - start)
+        least.append(min(seconds))
+    dist.barrier()
+    dist.destroy_process_group()
+    return least
 
 
 # ---- the engines ----------------------------------------------------------------------------------------------------
@@ -184,10 +168,9 @@ def _corrected(profile: Device, job: Job, infer: float, update: float, generated
     """The profile whose predictions for `job` are the measured seconds of a forward pass, an update and generation."""
     role = job.roles[0]
     profile = replace(profile, forward=infer / step_time.infer_seconds(job, role, profile))
-    bare = replace(profile, backward=1.0)
-    whole = step_time.update_seconds(job, role, bare)
-    backward = whole - step_time.update_seconds(job, role, replace(bare, backward=0.0))
-    profile = replace(profile, backward=max(0.1, (update - (whole - backward)) / backward))
-    predicted = role_seconds(job, profile, [role], role)["gen"][1]
-    prefill = predicted - (predicted - role_seconds(job, replace(profile, decode=0.0), [role], role)["gen"][1])
-    return replace(profile, decode=max(0.1, (generated - prefill) / (predicted - prefill)))
+    forward = step_time.update_seconds(job, role, replace(profile, backward=0.0))
+    backward = step_time.update_seconds(job, role, replace(profile, backward=1.0)) - forward
+    profile = replace(profile, backward=max(0.1, (update - forward) / backward))
+    prefill = step_time.generation_seconds(job, role, replace(profile, decode=0.0))
+    decode = step_time.generation_seconds(job, role, profile) - prefill
+    return replace(profile, decode=max(0.1, (generated - prefill) / decode))

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoints.atomic import set_aside_irregular
+from verl.checkpoints.atomic import atomic_write, set_aside_irregular
 from verl.registry import did_you_mean
 from verl.utils.disk import cache_folder
 
@@ -186,28 +186,26 @@ def save(device: Device, host: Mapping[str, str]) -> Path:
     set_aside_irregular(path)
     try:
         profiles = _profiles(path)
-    except ValueError:  # damaged, or of another format: it is replaced
+    except _DAMAGE:  # damaged, or of another format: it is replaced
         profiles = {}
     profiles[device.name] = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "host": dict(host),
         "device": asdict(device),
     }
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"format": FORMAT, "profiles": profiles}, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    with atomic_write(path) as draft:
+        draft.write_text(json.dumps({"format": FORMAT, "profiles": profiles}, indent=1) + "\n", encoding="utf-8")
     return path
 
 
+#: errors of a file that is damaged
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)
+
+
 def _profiles(path: Path) -> dict[str, Any]:
-    """Name of a device -> its entry of the file; empty if there is no file. Raises ValueError for a damaged one."""
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return dict(content["profiles"]) if content["format"] == FORMAT else {}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}): run `verl plan --calibrate`") from error
+    """Name of a device -> its entry of the file; empty if there is no file."""
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"profiles": {}, "format": FORMAT}
+    return dict(content["profiles"]) if content["format"] == FORMAT else {}
 
 
 def calibrated(host: Mapping[str, str], name: str) -> tuple[Device | None, str]:
@@ -224,12 +222,12 @@ def calibrated(host: Mapping[str, str], name: str) -> tuple[Device | None, str]:
         ValueError: the file is damaged.
     """
     path = cache_file()
-    entry = _profiles(path).get(name)
-    if entry is None:
-        return None, "this host is not calibrated"
     try:
+        entry = _profiles(path).get(name)
+        if entry is None:
+            return None, "this host is not calibrated"
         then, device, date = dict(entry["host"]), Device(**entry["device"]), str(entry["date"])
-    except (KeyError, TypeError, ValueError) as error:
+    except _DAMAGE as error:
         raise ValueError(f"{path} is damaged ({error!r}): run `verl plan --calibrate`") from error
     if then != host:
         changed = [key for key in sorted({*then, *host}) if then.get(key) != host.get(key)]

@@ -1,10 +1,13 @@
 """The smallest change that makes a plan fit: settings in the order of what they cost, alone and then combined."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from verl.planner.devices import Device
 from verl.planner.placement import Plan, is_possible, plan_groups
+from verl.planner.search import MEGATRON_SIZES
 from verl.planner.workload import Job
 
 Groups = Sequence[tuple[Sequence[str], int]]
@@ -27,8 +30,6 @@ _INFER = {
     },
 }
 LORA_RANK = 32
-#: (tensor, pipeline) sizes of Megatron, by what they cost
-MEGATRON_SIZES = ((2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8))
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,22 @@ class Change:
     """A change of the settings.
 
     Attributes:
-        settings: the overrides, such as "actor_rollout_ref.model.enable_gradient_checkpointing=true".
+        settings: key -> value, such as "actor_rollout_ref.model.enable_gradient_checkpointing" -> "true".
+        roles: role -> its attributes with that change.
+        job: the attributes of the job.
         factor: how many times as many devices.
-        apply: the job with that change.
     """
 
-    settings: tuple[str, ...]
-    apply: Callable[[Job], Job]
+    settings: Mapping[str, str] = field(default_factory=dict)
+    roles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    job: Mapping[str, Any] = field(default_factory=dict)
     factor: int = 1
+
+    def apply(self, job: Job) -> Job:
+        """The job with this change."""
+        for name, values in self.roles.items():
+            job = job.with_role(name, **values)
+        return replace(job, **self.job)
 
 
 def smallest_change(job: Job, device: Device, groups: Groups) -> tuple[Change, Plan] | None:
@@ -62,12 +71,10 @@ def first_that_fits(job: Job, device: Device, plan_of: Callable[[Change], Plan |
         device: the device.
         plan_of: the plan with a change; None if there is none.
     """
-    single = list(_changes(job, device))
-    combined = [c for i in range(2, len(single) + 1) for c in [_joined(single[:i])]]
-    harmless = [change for change in single if change.factor == 1 and "lora" not in change.settings[0]]
-    everything = _joined(harmless)
-    more = [Change((), lambda job: job, factor) for factor in (2, 4, 8, 16, 32, 64, 128)]
-    lora = _lora(job)
+    single = [change for change in _changes(job, device) if change.settings]
+    combined = [_joined(single[:count]) for count in range(2, len(single) + 1)]
+    everything, lora = _joined(single), _lora(job)
+    more = [Change(factor=factor) for factor in (2, 4, 8, 16, 32, 64, 128)]
     last = [_joined([everything, change]) for change in [*lora, *more]]
     last += [_joined([everything, *lora, change]) for change in more]
     for change in (*single, *lora, *more[:1], *combined, *more[1:], *last):
@@ -88,17 +95,16 @@ def plan_with(change: Change, job: Job, device: Device, groups: Groups) -> Plan 
 
 
 def _joined(changes: Sequence[Change]) -> Change:
-    def apply(job: Job) -> Job:
-        for change in changes:
-            job = change.apply(job)
-        return job
-
+    """One change; of an attribute that several of them change, the last one counts."""
     settings: dict[str, str] = {}
-    factor = 1
+    roles: dict[str, dict[str, Any]] = {}
+    attributes: dict[str, Any] = {}
     for change in changes:
-        settings |= {setting.partition("=")[0]: setting for setting in change.settings}
-        factor *= change.factor
-    return Change(tuple(settings.values()), apply, factor)
+        settings |= change.settings
+        attributes |= change.job
+        for name, values in change.roles.items():
+            roles[name] = roles.get(name, {}) | values
+    return Change(settings, roles, attributes, math.prod(change.factor for change in changes))
 
 
 def _changes(job: Job, device: Device) -> Iterator[Change]:
@@ -113,79 +119,51 @@ def _changes(job: Job, device: Device) -> Iterator[Change]:
     if job.traits.own_memory_share:
         for share in (0.5, 0.4, 0.3, 0.2, 0.1):
             if share < job.memory_share:
-                yield Change(
-                    (f"{_ROLLOUT}gpu_memory_utilization={share}",), lambda job, s=share: replace(job, memory_share=s)
-                )
+                yield Change({f"{_ROLLOUT}gpu_memory_utilization": str(share)}, job={"memory_share": share})
     if any(job.role(name).checkpointing is not True for name in trained):
-        yield _of_roles(job, trained, {"checkpointing": True}, _MODEL, "enable_gradient_checkpointing")
+        keys = [f"{_MODEL[name]}.enable_gradient_checkpointing" for name in trained]
+        yield Change(dict.fromkeys(keys, "true"), {name: {"checkpointing": True} for name in trained})
     if job.model_parallel:
         yield from _megatron_sizes(job)
     elif device.kind == "cuda":
         frozen = [role.name for role in job.roles if not role.trains and role.name in _SECTION]
-        if frozen:
-            yield _of_roles(job, frozen, {"param_offload": True}, _SECTION, "param_offload")
-        yield _of_roles(job, trained, {"optimizer_offload": True}, _SECTION, "optimizer_offload")
-        yield _of_roles(job, trained, {"param_offload": True}, _SECTION, "param_offload")
+        offloads = [(frozen, "param_offload"), (trained, "optimizer_offload"), (trained, "param_offload")]
+        for names, key in offloads:
+            settings = {f"{_SECTION[name]}.{key}": "true" for name in names}
+            yield Change(settings, {name: {key: True} for name in names})
     if device.kind == "cuda":
         for tensor in (2, 4, 8):
             if tensor > job.rollout_tensor:
-                setting = f"{_ROLLOUT}tensor_model_parallel_size={tensor}"
-                yield Change((setting,), lambda job, t=tensor: replace(job, rollout_tensor=t))
+                setting = {f"{_ROLLOUT}tensor_model_parallel_size": str(tensor)}
+                yield Change(setting, job={"rollout_tensor": tensor})
 
 
 def _megatron_sizes(job: Job) -> Iterator[Change]:
     """Divide the models of all roles into more shards."""
-    names = [role.name for role in job.roles if role.name in MEGATRON_SECTION]
+    sections = [MEGATRON_SECTION[role.name] for role in job.roles if role.name in MEGATRON_SECTION]
     now = job.role("actor").layout
     for tensor, pipeline in MEGATRON_SIZES:
         if tensor < now.tensor or pipeline < now.pipeline or tensor * pipeline == now.tensor * now.pipeline:
             continue
         sizes = {"tensor": tensor, "pipeline": pipeline}
-
-        def apply(job: Job, sizes: dict[str, int] = sizes) -> Job:
-            for role in job.roles:
-                job = job.with_role(role.name, layout=replace(role.layout, **sizes))
-            return job
-
-        settings = [f"{key}_model_parallel_size={size}" for key, size in sizes.items()]
-        yield Change(tuple(f"{MEGATRON_SECTION[name]}.{text}" for name in names for text in settings), apply)
-
-
-def _of_roles(job: Job, names: Sequence[str], values: dict[str, object], keys: dict[str, str], last: str) -> Change:
-    """Set an attribute of roles, which is the key `last` of their sections, to true."""
-
-    def apply(job: Job) -> Job:
-        for name in names:
-            job = job.with_role(name, **values)
-        return job
-
-    return Change(tuple(f"{keys[name]}.{last}=true" for name in names), apply)
+        settings = {f"{key}.{name}_model_parallel_size": str(n) for key in sections for name, n in sizes.items()}
+        yield Change(settings, {role.name: {"layout": replace(role.layout, **sizes)} for role in job.roles})
 
 
 def _micro_tokens(job: Job, tokens: int) -> Change:
     """Limit the tokens of every micro-batch. Sizes by sequences are replaced."""
-    settings = []
+    settings, roles = {}, {}
     for role in job.roles:
-        if role.name in _UPDATE and _is_more(role.update_tokens, tokens):
+        update, infer = (min(tokens, size or tokens) for size in (role.update_tokens, role.infer_tokens))
+        roles[role.name] = {"update_tokens": update, "infer_tokens": infer}
+        if role.name in _UPDATE and update != role.update_tokens:
             key = _UPDATE[role.name]
-            settings += [f"{key}.use_dynamic_bsz=true", f"{key}.ppo_max_token_len_per_gpu={tokens}"]
+            settings |= {f"{key}.use_dynamic_bsz": "true", f"{key}.ppo_max_token_len_per_gpu": str(tokens)}
         infers = role.name != "actor" or job.old_log_probs
-        if role.name in _INFER and infers and _is_more(role.infer_tokens, tokens):
+        if role.name in _INFER and infers and infer != role.infer_tokens:
             dynamic, limit = _INFER[role.name]
-            settings += [f"{dynamic}=true", f"{limit}={tokens}"]
-
-    def apply(job: Job) -> Job:
-        for role in job.roles:
-            update = tokens if role.update_tokens is None else min(tokens, role.update_tokens)
-            infer = tokens if role.infer_tokens is None else min(tokens, role.infer_tokens)
-            job = job.with_role(role.name, update_tokens=update, infer_tokens=infer)
-        return job
-
-    return Change(tuple(dict.fromkeys(settings)), apply)
-
-
-def _is_more(current: int | None, tokens: int) -> bool:
-    return current is None or current > tokens
+            settings |= {dynamic: "true", limit: str(tokens)}
+    return Change(settings, roles)
 
 
 def _lora(job: Job) -> list[Change]:
@@ -193,20 +171,12 @@ def _lora(job: Job) -> list[Change]:
     trained = [role for role in job.roles if role.trains]
     if any(role.lora_rank or role.layout.tensor > 1 for role in trained) or job.model_parallel:
         return []
-
-    def apply(job: Job) -> Job:
-        for role in trained:
-            job = job.with_role(role.name, lora_rank=LORA_RANK)
-        return job
-
-    return [Change(tuple(f"{_MODEL[role.name]}.lora_rank={LORA_RANK}" for role in trained), apply)]
+    settings = {f"{_MODEL[role.name]}.lora_rank": str(LORA_RANK) for role in trained}
+    return [Change(settings, {role.name: {"lora_rank": LORA_RANK} for role in trained})]
 
 
 def describe(change: Change, plan: Plan) -> str:
     """Such as "set a=1 b=2" or "use 4 devices"."""
-    steps = []
-    if change.settings:
-        steps.append("set " + " ".join(change.settings))
-    if change.factor > 1:
-        steps.append(f"use {plan.devices} devices")
-    return " and ".join(steps)
+    settings = " ".join(f"{key}={value}" for key, value in change.settings.items())
+    devices = f"use {plan.devices} devices" if change.factor > 1 else ""
+    return " and ".join(filter(None, [settings and f"set {settings}", devices]))

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import resource
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -67,10 +68,6 @@ def _limit_files(groups: Path, root: Path) -> Iterator[Path]:
 
 def process_limit() -> float:
     """Bytes that a process may allocate (`ulimit -d`); 0 without a limit."""
-    try:
-        import resource
-    except ModuleNotFoundError:  # Windows
-        return 0.0
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return 0.0 if soft == resource.RLIM_INFINITY else float(soft)
 

@@ -134,10 +134,10 @@ def gathered(job: Job, role: Role, training: bool) -> float:
     return (layers + root) * c
 
 
-def _logit_tokens(job: Job, role: Role, tokens: float, on_gpu: bool) -> float:
-    """Response tokens of a micro-batch of `tokens` tokens."""
-    rank_tokens = tokens_of(job, role, rows_per_rank(job, role.layout.data), on_gpu)
-    return tokens * rank_tokens.response / rank_tokens.total
+def _response_share(job: Job, role: Role, device: Device) -> float:
+    """Response tokens of a micro-batch, as a share of its tokens."""
+    tokens = tokens_of(job, role, rows_per_rank(job, role.layout.data), device.kind == "cuda")
+    return tokens.response / tokens.total
 
 
 def _own_vocabulary(job: Job, role: Role) -> int:
@@ -151,7 +151,7 @@ def logits(job: Job, role: Role, tokens: float, device: Device, training: bool) 
         return 0.0
     c, on_gpu = role.compute_bytes, device.kind == "cuda"
     vocabulary = _own_vocabulary(job, role)
-    rows = _logit_tokens(job, role, tokens, on_gpu)
+    rows = tokens * _response_share(job, role, device)
     total = rows * vocabulary * c
     chunk_rows = max(1, CHUNK_ELEMENTS[device.kind] // vocabulary)
     chunks = max(1, -(-rows // chunk_rows))
@@ -203,19 +203,13 @@ def update_items(job: Job, role: Role, device: Device, taken: float) -> Items:
     layer = used.plain * role.layout.pipeline / role.shape.layers
     items["activations"] = tokens * in_flight * (used.checkpointed if checkpoints else used.plain)
     items["activations"] += tokens * _head_states(role)
-    images, tower = tokens * _prompt_share(job, role, device), tower_bytes(role)
+    images, tower = tokens * (1 - _response_share(job, role, device)), tower_bytes(role)
     items["activations"] += images * (tower.checkpointed if checkpoints else tower.plain)
     # the gradients of one layer's activations come after those of the logits are freed
     items["logits, working memory"] = max(logits(job, role, tokens, device, training=True), tokens * layer)
     if not job.model_parallel and largest <= tokens:  # Megatron has gradient buffers all the time
         return _one_backward_pass(role, items, tokens * layer)
     return items
-
-
-def _prompt_share(job: Job, role: Role, device: Device) -> float:
-    """Prompt tokens of a micro-batch, as a share of its tokens."""
-    tokens = tokens_of(job, role, rows_per_rank(job, role.layout.data), device.kind == "cuda")
-    return tokens.prompt / tokens.total
 
 
 def _head_states(role: Role) -> float:
@@ -355,9 +349,3 @@ def _persistent(job: Job, roles: Sequence[Role], active: Role, updates: bool) ->
 def total(items: Mapping[str, float]) -> float:
     """The sum of the bytes."""
     return sum(items.values())
-
-
-def peak(phases: Mapping[str, Items]) -> tuple[str, float]:
-    """(phase, bytes) of the largest phase."""
-    name = max(phases, key=lambda phase: total(phases[phase]))
-    return name, total(phases[name])

@@ -8,10 +8,11 @@ preparation and training, and a weight push interrupts it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 from verl.planner import step_time
 from verl.planner.devices import Device
-from verl.planner.memory import Items, group_memory, optimizer_bytes, peak, weights
+from verl.planner.memory import Items, group_memory, optimizer_bytes, total, weights
 from verl.planner.workload import Job, Role
 
 #: roles that only run forward passes -> their operator
@@ -25,15 +26,30 @@ class Group:
     """Devices that roles share.
 
     Attributes:
-        roles: the roles, with their layouts on these devices.
-        memory: phase -> what -> bytes per device.
-        seconds: operator -> (stage, seconds).
+        job: the run, with the tensor-parallel size of the rollout.
+        device: the device.
+        roles: the roles, with their layouts, all of them on the same number of devices.
+        generator: the role that generates, here or on other devices.
     """
 
+    job: Job
+    device: Device
     roles: tuple[Role, ...]
-    devices: int
-    memory: Mapping[str, Items]
-    seconds: Mapping[str, tuple[str, float]]
+    generator: Role
+
+    @property
+    def devices(self) -> int:
+        return self.roles[0].layout.devices
+
+    @cached_property
+    def memory(self) -> Mapping[str, Items]:
+        """Phase -> what -> bytes per device."""
+        return group_memory(self.job, self.device, self.roles)
+
+    @cached_property
+    def seconds(self) -> Mapping[str, tuple[str, float]]:
+        """Operator -> (stage, seconds)."""
+        return role_seconds(self.job, self.device, self.roles, self.generator)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -47,7 +63,8 @@ class Group:
     @cached_property
     def peak(self) -> tuple[str, float]:
         """(phase, bytes) of the phase that needs most memory."""
-        return peak(self.memory)
+        phase = max(self.memory, key=lambda phase: total(self.memory[phase]))
+        return phase, total(self.memory[phase])
 
 
 @dataclass(frozen=True)
@@ -59,12 +76,14 @@ class Plan:
         device: the device.
         groups: the groups, the actor's first.
         concurrent: whether groups work at the same time (trainer.overlap).
+        placed: the devices of each group; None: one after the other, from 0.
     """
 
     job: Job
     device: Device
     groups: tuple[Group, ...]
     concurrent: bool = True
+    placed: Sequence[Sequence[int]] | None = None
 
     @cached_property
     def stages(self) -> tuple[float, ...]:
@@ -85,6 +104,14 @@ class Plan:
     @property
     def devices(self) -> int:
         return sum(group.devices for group in self.groups)
+
+    @property
+    def numbers(self) -> Sequence[Sequence[int]]:
+        """The devices of each group."""
+        if self.placed is not None:
+            return self.placed
+        ends = list(accumulate(group.devices for group in self.groups))
+        return [range(end - group.devices, end) for group, end in zip(self.groups, ends)]
 
     @property
     def overlaps_roles(self) -> bool:
@@ -119,23 +146,6 @@ def step_seconds(stages: Sequence[float], job: Job, device: Device) -> float:
     busy = max(generation, preparation + training) if job.overlaps else generation + preparation + training
     busy += push + device.step_seconds
     return max(busy, step_time.image_seconds(job, job.roles[0])) if job.reads_ahead else busy
-
-
-def cost_group(job: Job, device: Device, roles: Sequence[Role], generator: Role) -> Group:
-    """Memory and seconds of roles that share devices.
-
-    Args:
-        job: the run.
-        device: the device.
-        roles: with their layouts, all of them on the same number of devices.
-        generator: the role that generates, here or on other devices.
-    """
-    return Group(
-        tuple(roles),
-        roles[0].layout.devices,
-        group_memory(job, device, roles),
-        role_seconds(job, device, roles, generator),
-    )
 
 
 def role_seconds(job: Job, device: Device, roles: Sequence[Role], generator: Role) -> dict[str, tuple[str, float]]:
@@ -177,4 +187,4 @@ def plan_groups(job: Job, device: Device, groups: Sequence[tuple[Sequence[str], 
     """The plan of groups [(role names, devices), ...] with the layouts of the job's roles."""
     placed = [[job.role(name).on(count) for name in names] for names, count in groups]
     generator = next(role for roles in placed for role in roles if role.name == job.generator)
-    return Plan(job, device, tuple(cost_group(job, device, roles, generator) for roles in placed), concurrent)
+    return Plan(job, device, tuple(Group(job, device, tuple(roles), generator) for roles in placed), concurrent)

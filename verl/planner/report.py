@@ -3,7 +3,7 @@
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from verl.planner.devices import GIB
 from verl.planner.memory import PHASES, total
@@ -81,26 +81,9 @@ def _wrapped(text: str, indent: int = 2, width: int = WIDTH) -> list[str]:
     return textwrap.wrap(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
-@dataclass(frozen=True)
-class Configured:
-    """The placement of a configuration.
-
-    Attributes:
-        plan: its cost.
-        numbers: the devices of each group of the plan.
-    """
-
-    plan: Plan
-    numbers: Sequence[Sequence[int]]
-
-    def is_like(self, plan: Plan) -> bool:
-        """Whether another plan has the same groups and sizes, maybe on other devices of the same number."""
-        return _sizes(plan) == _sizes(self.plan) and math.isclose(plan.seconds, self.plan.seconds)
-
-    def numbers_of(self, plan: Plan) -> list[Sequence[int]]:
-        """The configured devices of each group of a plan that is like this one."""
-        known = {frozenset(group.names): each for group, each in zip(self.plan.groups, self.numbers)}
-        return [known[frozenset(group.names)] for group in plan.groups]
+def _is_like(plan: Plan, configured: Plan) -> bool:
+    """Whether a plan has the same groups and sizes, maybe on other devices of the same number."""
+    return _sizes(plan) == _sizes(configured) and math.isclose(plan.seconds, configured.seconds)
 
 
 def _sizes(plan: Plan) -> tuple[int, dict[frozenset[str], dict[str, Layout]]]:
@@ -108,7 +91,7 @@ def _sizes(plan: Plan) -> tuple[int, dict[frozenset[str], dict[str, Layout]]]:
     return plan.job.rollout_tensor, groups
 
 
-def choice_lines(plans: Sequence[Plan], devices: int, configured: Configured | None = None) -> list[str]:
+def choice_lines(plans: Sequence[Plan], devices: int, configured: Plan | None = None) -> list[str]:
     """The best placement on this number of devices, the runner-up, that of the configuration, and why.
 
     Args:
@@ -117,19 +100,25 @@ def choice_lines(plans: Sequence[Plan], devices: int, configured: Configured | N
         configured: the placement that is compared with them, if there is one.
     """
     if not plans:
-        separate = " with a rollout on separate devices" if configured and configured.plan.job.overlaps else ""
+        separate = " with a rollout on separate devices" if configured and configured.job.overlaps else ""
         return [f"no placement on {devices} device{'s' * (devices > 1)} fits{separate}"]
+    current, plans = configured, list(plans)
+    if configured is not None:
+        numbers_of = {frozenset(group.names): each for group, each in zip(configured.groups, configured.numbers)}
+        for i, plan in enumerate(plans):
+            if _is_like(plan, configured):
+                current = replace(plan, placed=[numbers_of[frozenset(group.names)] for group in plan.groups])
+                plans[i] = current
+                break
     labels = dict(zip(("best", "runner-up"), plans))
     simplest = preferred(plans)
     if simplest not in labels.values():
         labels["preferred"] = simplest
-    ranked, current = list(plans), None
-    if configured is not None:
-        current = next((plan for plan in plans if configured.is_like(plan)), configured.plan)
-        if current is configured.plan and current.fits:
-            ranked = sorted([*plans, current], key=lambda plan: plan.seconds)
-        if current not in labels.values():
-            labels["configured"] = current
+    ranked = plans
+    if current is not None and current not in plans and current.fits:
+        ranked = sorted([*plans, current], key=lambda plan: plan.seconds)
+    if current is not None and current not in labels.values():
+        labels["configured"] = current
     stages = STAGES if plans[0].job.overlaps else STAGES[:-1]
     rows = [["", *([] if configured is None else ["rank"]), "s/step", *stages, "GiB"]]
     group_lines = []
@@ -138,19 +127,17 @@ def choice_lines(plans: Sequence[Plan], devices: int, configured: Configured | N
         rank = [] if configured is None else [str(ranked.index(plan) + 1) if plan in ranked else "-"]
         seconds = [f"{seconds:.3g}" for seconds in (plan.seconds, *plan.stages[: len(stages)])]
         rows.append([name, *rank, *seconds, gib(plan.peak)])
-        numbers = configured.numbers_of(plan) if configured is not None and plan is current else consecutive(plan)
-        lines = [
-            line for each in zip(plan.groups, numbers) for line in _wrapped(_roles_on(plan, *each), width=WIDTH - 14)
-        ]
+        groups = [_roles_on(plan, *each) for each in zip(plan.groups, plan.numbers)]
+        lines = [line for text in groups for line in _wrapped(text, width=WIDTH - 14)]
         group_lines += [f"{name if i == 0 else '':12}  {line}" for i, line in enumerate(lines)]
     reasons = _wrapped(reason(plans)) if len(plans) > 1 else []
     head = f"placements on {devices} device{'s' * (devices > 1)}"
-    return [head, *table(rows), *group_lines, *_rank_lines(plans, configured, current), *reasons]
+    return [head, *table(rows), *group_lines, *_rank_lines(plans, current), *reasons]
 
 
-def _rank_lines(plans: Sequence[Plan], configured: Configured | None, current: Plan | None) -> list[str]:
+def _rank_lines(plans: Sequence[Plan], current: Plan | None) -> list[str]:
     """What the ranks of a table count, and what is wrong with the configured placement."""
-    if configured is None or current is None:
+    if current is None:
         return []
     ways = f"{len(plans)} way{'s' * (len(plans) > 1)} to group the roles"
     lines = _wrapped(f"* is the configured placement; ranks are among the fastest one of {ways} that fit, and *")
@@ -159,15 +146,6 @@ def _rank_lines(plans: Sequence[Plan], configured: Configured | None, current: P
     if not current.concurrent and current.overlaps_roles:
         lines += _wrapped("in *, devices wait for one another; trainer.overlap=true lets them work at the same time")
     return lines
-
-
-def consecutive(plan: Plan) -> list[range]:
-    """The devices of each group of a plan, from 0."""
-    ranges, first = [], 0
-    for group in plan.groups:
-        ranges.append(range(first, first + group.devices))
-        first += group.devices
-    return ranges
 
 
 def _roles_on(plan: Plan, group: Group, numbers: Sequence[int]) -> str:

@@ -9,9 +9,10 @@ ends when even the fastest rest cannot beat the best placement so far: the resul
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from verl.planner.devices import Device
-from verl.planner.placement import STAGES, Group, Plan, cost_group, is_possible, role_seconds, step_seconds
+from verl.planner.placement import STAGES, Group, Plan, is_possible, step_seconds
 from verl.planner.shapes import ModelShape
 from verl.planner.workload import Job, Layout, Role
 
@@ -82,7 +83,6 @@ class Search:
         rollout = replace(job.role("actor"), name="rollout", trains=False)
         self.split_job = replace(job, roles=(*job.roles, rollout))
         self._groups: dict[tuple[tuple[str, ...], bool, int], Group | None] = {}
-        self._jobs: dict[tuple[tuple[str, ...], bool, int], Job] = {}
 
     def partitions(self) -> list[Partition]:
         """The partitions to try. A rollout is with the actor or alone: no other role frees its memory for it.
@@ -91,12 +91,11 @@ class Search:
         """
         splits = self.space.separate_rollout or self.job.overlaps
         groupings = list(partitions([*self.job.names, "rollout"] if splits else self.job.names))
-        if self.job.overlaps:
-            return [partition for partition in groupings if self.is_split(partition)]
         return [
             partition
             for partition in groupings
-            if all("rollout" not in names or "actor" in names or len(names) == 1 for names in partition)
+            if self.is_split(partition)
+            or (not self.job.overlaps and all("rollout" not in names or "actor" in names for names in partition))
         ]
 
     def is_split(self, partition: Partition) -> bool:
@@ -108,21 +107,16 @@ class Search:
         names = tuple(name for name in names if split or name != "rollout")
         key = (names, split, devices)
         if key not in self._groups:
-            self._groups[key] = self._best_group(key)
+            self._groups[key] = self._best_group(*key)
         return self._groups[key]
 
-    def _best_group(self, key: tuple[tuple[str, ...], bool, int]) -> Group | None:
-        names, split, devices = key
-        layouts: list[tuple[float, int, Job, list[Role]]] = []
-        for job, roles in self._layouts(names, split, devices):
-            seconds = role_seconds(job, self.device, roles, self._generator(job, roles, split))
-            layouts.append((sum(s for _, s in seconds.values()), len(layouts), job, roles))
-        for *_, job, roles in sorted(layouts, key=lambda entry: entry[:2]):
-            group = cost_group(job, self.device, roles, self._generator(job, roles, split))
-            if group.peak[1] <= self.device.available(devices):
-                self._jobs[key] = job
-                return group
-        return None
+    def _best_group(self, names: tuple[str, ...], split: bool, devices: int) -> Group | None:
+        groups = [
+            Group(job, self.device, tuple(roles), self._generator(job, roles, split))
+            for job, roles in self._layouts(names, split, devices)
+        ]
+        fastest_first = sorted(groups, key=lambda group: sum(seconds for _, seconds in group.seconds.values()))
+        return next((group for group in fastest_first if group.peak[1] <= self.device.available(devices)), None)
 
     def _generator(self, job: Job, roles: list[Role], split: bool) -> Role:
         """The role that generates. On other devices, only their number matters, and that little: as many as here."""
@@ -152,24 +146,22 @@ class Search:
     def _splits(self, shape: ModelShape, tensor: int) -> bool:
         return shape.heads % tensor == 0 and shape.kv_heads % tensor == 0 and tensor <= self.device.per_node
 
-    def _sizes(self, devices: int, shape: ModelShape) -> list[tuple[int, int, int | None] | None]:
-        """(tensor, pipeline, expert) sizes; None: that of the role."""
+    def _sizes(self, devices: int, shape: ModelShape) -> list[dict[str, Any]]:
+        """The sizes of model parallelism, as attributes of a layout; without an entry, that of the role."""
         if self.space.model_sizes is None:
-            return [None]
-        fit = [(t, p) for t, p in self.space.model_sizes if devices % (t * p) == 0 and t <= self.device.per_node]
+            return [{}]
+        pairs = [(t, p) for t, p in self.space.model_sizes if devices % (t * p) == 0 and t <= self.device.per_node]
+        fit = [{"tensor": tensor, "pipeline": pipeline} for tensor, pipeline in pairs]
         if not shape.experts or self.space.expert_sizes is None:
-            return [(t, p, None) for t, p in fit]
-        experts = [e for e in self.space.expert_sizes if shape.experts % e == 0]
-        return [(t, p, e) for t, p in fit for e in experts if devices % (p * e) == 0]
+            return fit
+        counts = [count for count in self.space.expert_sizes if shape.experts % count == 0]
+        experts = [{"expert": count, "expert_tensor": 1 if count > 1 else None} for count in counts]
+        return [a | b for a in fit for b in experts if devices % (a["pipeline"] * b["expert"]) == 0]
 
-    def _sized(self, role: Role, devices: int, sizes: tuple[int, int, int | None] | None) -> Role:
+    def _sized(self, role: Role, devices: int, sizes: dict[str, Any]) -> Role:
         if role.name == "rollout":
             return replace(role, layout=Layout(devices))
-        if sizes is None:
-            return role.on(devices)
-        (tensor, pipeline, expert), layout = sizes, role.layout
-        experts = {} if expert is None else {"expert": expert, "expert_tensor": 1 if expert > 1 else None}
-        return replace(role, layout=replace(layout, devices=devices, tensor=tensor, pipeline=pipeline, **experts))
+        return replace(role, layout=replace(role.layout, devices=devices, **sizes))
 
     # ---- allocations ------------------------------------------------------------------------------------------------
 
@@ -217,7 +209,7 @@ class Search:
     def _plan(self, groups: list[Group], split: bool) -> Plan:
         generator = "rollout" if split else "actor"
         owner = next(group for group in groups if generator in group.names)
-        return Plan(self._jobs[owner.names, split, owner.devices], self.device, tuple(groups))
+        return Plan(owner.job, self.device, tuple(groups))
 
     def plans(self, devices: int, count: int = 2) -> list[Plan]:
         """The fastest plan of each partition, the best first: the best `count`, and all within 5 % of the best."""

@@ -186,11 +186,9 @@ def groups_of(
 def overrides_of(plan: Plan, devices: int) -> dict[str, Any]:
     """The settings that select a plan: keys that a user would set. devices: of the run, not all of which it may use."""
     settings: dict[str, Any] = {"placement.auto": False}
-    first = 0
-    for group in plan.groups if len(plan.groups) > 1 or plan.devices < devices else ():
-        numbers = list(range(first, first + group.devices))
-        first += group.devices
-        settings |= {f"placement.{name}_devices": numbers for name in group.names}
+    if len(plan.groups) > 1 or plan.devices < devices:
+        for group, numbers in zip(plan.groups, plan.numbers):
+            settings |= {f"placement.{name}_devices": list(numbers) for name in group.names}
     if plan.overlaps_roles:
         settings["trainer.overlap"] = True
     settings["actor_rollout_ref.rollout.tensor_model_parallel_size"] = plan.job.rollout_tensor

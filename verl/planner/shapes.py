@@ -116,11 +116,8 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """Parameters of a layer; of a mixture of experts, of one with experts."""
-        bias = (self.q_size + 2 * self.kv_size) * self.qkv_bias
-        mlp = 3 * self.hidden * (self.experts * self.expert_mlp + self.shared_mlp) + self.hidden * self.experts
-        mlp += self.hidden if self.shared_mlp else 0  # the gate of the shared expert
-        mlp = mlp if self.experts else 3 * self.hidden * self.mlp
-        return self.attention_matrices + mlp + 2 * self.hidden + bias + 2 * self.head_dim * self.head_norms
+        layer = replace(self, layers=1, dense_layers=0, vision=None, vocabulary=0)
+        return layer.parameters() - self.hidden
 
     @property
     def embedding(self) -> int:
@@ -129,12 +126,12 @@ class ModelShape:
 
     def parameters(self, value_head: bool = False) -> int:
         """Parameters of the model. value_head: with one output instead of logits."""
+        bias = (self.q_size + 2 * self.kv_size) * self.qkv_bias
+        vectors = 2 * self.hidden + bias + 2 * self.head_dim * self.head_norms
+        gates = self.sparse_layers * self.hidden * (self.shared_mlp > 0)
         head = self.hidden if value_head else 0 if self.tied else self.embedding
-        count = self.layers * self.layer_parameters + self.embedding + self.hidden + head
-        if self.experts and self.dense_layers:
-            dense = replace(self, experts=0)
-            count -= self.dense_layers * (self.layer_parameters - dense.layer_parameters)
-        return count + (self.vision.parameters if self.vision is not None else 0)
+        layers = self.matrices(self.experts) + self.layers * vectors + gates
+        return layers + self.embedding + self.hidden + head + (self.vision.parameters if self.vision is not None else 0)
 
     @property
     def active_parameters(self) -> int:

@@ -216,9 +216,6 @@ class Tokens:
     def total(self) -> float:
         return self.prompt + self.response
 
-    def share(self, factor: float) -> "Tokens":
-        return Tokens(self.prompt * factor, self.response * factor, self.rows * factor)
-
 
 def shares_prefix(job: Job, role: Role, on_gpu: bool) -> bool:
     """Whether the training engine computes a prompt once for its samples (`attends_in_one_call`)."""
@@ -232,8 +229,8 @@ def tokens_of(job: Job, role: Role, rows: float, on_gpu: bool) -> Tokens:
     # balancing the ranks spreads the samples of a prompt over them
     together = min(job.samples / role.layout.data, rows) if shares_prefix(job, role, on_gpu) else 1
     together = max(1.0, together)
-    tokens = Tokens(rows / together * job.prompt_tokens, rows * job.response_tokens, rows)
-    return tokens.share(1 / role.layout.sequence)
+    share = 1 / role.layout.sequence
+    return Tokens(share * rows / together * job.prompt_tokens, share * rows * job.response_tokens, share * rows)
 
 
 def rows_per_rank(job: Job, data: int) -> int:

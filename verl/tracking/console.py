@@ -9,6 +9,7 @@ from contextlib import suppress
 from types import TracebackType
 
 from rich import box
+from rich.columns import Columns
 from rich.console import Console, Group
 from rich.control import Control
 from rich.live import Live
@@ -29,7 +30,7 @@ from verl.tracking.formatting import (
     format_validation,
     sparkline,
 )
-from verl.tracking.summary import best_point
+from verl.tracking.summary import best_point, first_and_best
 from verl.utils import log
 from verl.utils.redaction import printable, redact_text
 
@@ -90,7 +91,6 @@ class TrainingProgress:
         self._alive = Alive(self._print_now, self._describe_activity, alive_every)
         self._has_custom_console = console is not None
         self._live: Live | None = None
-        self._drawing = threading.Lock()  # held while a thread draws the panel
         self._lines = StepLine(total_steps, self.console.width)
         self._labels: set[str] = set()  # labels of all steps, so that the panel keeps its cells
         self._curves: dict[str, list[float]] = {}
@@ -103,7 +103,7 @@ class TrainingProgress:
         self._log_level = logging.NOTSET
         self._step: tuple[int, Mapping[str, float], Mapping[str, float]] | None = None
         self._warnings = _LastWarnings(_WARNINGS)
-        self._ended = threading.Event()
+        self._has_ended = False
 
     @property
     def is_live(self) -> bool:
@@ -117,10 +117,8 @@ class TrainingProgress:
             logger.setLevel(logging.WARNING)
         if log.is_live(self.console) and self.console.encoding.startswith("utf"):  # else it cannot be drawn
             logger.addHandler(self._warnings)
-            self._drawn_panel, self._width = self._waiting_panel(), self.console.width
-            self._live = Live(self._drawn_panel, console=self.console, auto_refresh=False)
+            self._live = _LivePanel(self._panel, self.console)
             self._live.start(refresh=True)
-            threading.Thread(target=self._redraw, name="panel", daemon=True).start()
         else:
             if self.details:
                 self._print(self.title)
@@ -130,19 +128,15 @@ class TrainingProgress:
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ):
-        self._ended.set()
+        self._has_ended = True
         self._alive.__exit__(error_type, error, trace)
         logger = logging.getLogger("verl")
         if self._live is not None:
             live, self._live = self._live, None
             live.transient = self._step is None  # no step to keep on the screen
-            try:
-                if self._step is not None:
-                    self._show(live, self._panel(final=True))
-            finally:  # gives stdout back
-                with suppress(OSError):
-                    live.stop()
-                logger.removeHandler(self._warnings)
+            with suppress(OSError):
+                live.stop()
+            logger.removeHandler(self._warnings)
         if self.quiet:
             logger.setLevel(self._log_level)
 
@@ -178,7 +172,7 @@ class TrainingProgress:
         if self._live is not None:
             if now - self._last_draw >= _MIN_REDRAW_SECONDS or step == self.total_steps:
                 self._last_draw = now
-                self._show(self._live, self._panel())
+                self._live.refresh()
         elif step == 1 or step % self.print_every == 0 or step == self.total_steps:
             self._print_step()
 
@@ -189,17 +183,15 @@ class TrainingProgress:
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Display a validation."""
         self._add_validation(step, metrics)
-        if self._live is not None and self._step is not None:
-            self._show(self._live, self._panel())
-        elif self._live is None and (results := core_results(metrics)):
-            self._print(format_validation(step, metrics, self._best(next(iter(results)))))
+        if self._live is not None:
+            self._live.refresh()
+        elif results := core_results(metrics):
+            name = next(iter(results))
+            self._print(format_validation(step, metrics, best_point(name, self._validations[name])))
 
     def _add_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in core_results(metrics).items():
             self._validations.setdefault(name, []).append((step, value))
-
-    def _best(self, name: str) -> tuple[int, float]:
-        return best_point(name, self._validations[name])
 
     def _remaining(self, step: int) -> float:
         """Remaining seconds at the pace of the last steps."""
@@ -235,34 +227,12 @@ class TrainingProgress:
 
     # ---- the panel --------------------------------------------------------------------------------------------------
 
-    def _redraw(self) -> None:
-        """Redraw the panel while an operator runs, which may take minutes."""
-        while not self._ended.wait(_REDRAW_SECONDS):
-            live = self._live
-            if live is not None:
-                self._show(live, self._panel() if self._step is not None else self._waiting_panel())
-
-    def _show(self, live: Live, panel: Panel) -> None:
-        """Draw a panel in place of the last one, whose lines are wrapped if the terminal is narrower now."""
-        with self._drawing, suppress(OSError):  # a terminal that has been closed does not end the run
-            width = self.console.width
-            if width < self._width:
-                lines = len(
-                    self.console.render_lines(self._drawn_panel, self.console.options.update(width=self._width))
-                )
-                rows = lines * -(-self._width // width)
-                up = [(ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)] * (rows - lines)
-                self.console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), *up))
-            self._drawn_panel, self._width = panel, width
-            live.update(panel, refresh=True)
-
-    def _waiting_panel(self) -> Panel:
-        return self._frame([Text("first step ..."), *self._running_lines()])
-
     def _frame(self, rows: list) -> Panel:
         return Panel(Group(*rows), title=Text(self.title), title_align="left", box=box.ROUNDED)
 
-    def _panel(self, final: bool = False) -> Panel:
+    def _panel(self) -> Panel:
+        if self._step is None:
+            return self._frame([Text("first step ..."), *self._running_lines()])
         step, metrics, timings = self._step
         width = self.console.width - 4
         bar = Table.grid(padding=(0, 1), expand=True)
@@ -277,22 +247,20 @@ class TrainingProgress:
         steps = {name: value for name, value in metrics.items() if not name.startswith(("val-core/", "val/"))}
         cells = {label: f"{text:<8}" for label, text in format_headline(steps, self._labels).items()}
         self._labels |= cells.keys()
-        rows = [bar, _columns(cells, width)]
+        rows = [bar, _columns(cells)]
         rows += [_curve(label, values, width) for label, values in self._curves.items() if len(values) > 1]
         rows += [self._validation(name, width) for name in list(self._validations)[:2]]
         longest = set(sorted(self._seconds, key=lambda name: -self._seconds[name])[:_OPERATORS])
         # a cell stays where it is, even if the operator takes no time in a step
         longest = {name for name in longest if self._seconds[name] >= _SHARE * self._seconds.total()}
         seconds_by_operator = {name: f"{f'{seconds:.2f}s':<7}" for name, seconds in timings.items() if name in longest}
-        rows.append(_columns(seconds_by_operator, width))
+        rows.append(_columns(seconds_by_operator))
         rows += [Text(format_sample(*sample, width=width), "dim", no_wrap=True) for sample in self._samples]
         rows += [Text(line, "yellow", no_wrap=True, overflow="ellipsis") for line in self._warnings.lines]
-        return self._frame(rows if final else rows + self._running_lines())
+        return self._frame(rows if self._has_ended else rows + self._running_lines())
 
     def _validation(self, name: str, width: int) -> Text:
-        points, (best_step, best) = self._validations[name], self._best(name)
-        values = f"{points[0][1]:.3f} -> {points[-1][1]:.3f} (step {points[-1][0]}), best {best:.3f} (step {best_step})"
-        label = printable(name.removeprefix("val-core/"))
+        label, values = printable(name.removeprefix("val-core/")), first_and_best(name, self._validations[name])
         line = Text.assemble((f"{label} ", "dim"), values, no_wrap=True, overflow="ellipsis")
         line.truncate(width)
         return line
@@ -311,16 +279,34 @@ def _curve(label: str, values: Sequence[float], width: int) -> Text:
     return Text.assemble((f"{label:<6}", "dim"), f"{values[0]:>7.2f} ", (line, "green"), f" {values[-1]:.2f}")
 
 
-def _columns(cells: Mapping[str, str], width: int) -> Table:
+def _columns(cells: Mapping[str, str]) -> Columns:
     """Lay out `label value` pairs in columns, as many per line as fit."""
-    cells = {printable(label): value for label, value in cells.items()}
-    longest = max((len(label) + len(value) for label, value in cells.items()), default=0) + 1
-    per_line = max(1, min(6, width // (longest + 3)))
-    grid = Table.grid(padding=(0, 3, 0, 0))
-    pairs = [Text.assemble((f"{label} ", "dim"), (value, "bold")) for label, value in cells.items()]
-    for start in range(0, len(pairs), per_line):
-        grid.add_row(*pairs[start : start + per_line])
-    return grid
+    pairs = [Text.assemble((f"{printable(label)} ", "dim"), (value, "bold")) for label, value in cells.items()]
+    return Columns(pairs, padding=(0, 3), equal=True)
+
+
+class _LivePanel(Live):
+    """Draws a panel in place of the last one, whose lines are wrapped if the terminal is narrower now."""
+
+    def __init__(self, draw: Callable[[], Panel], console: Console):
+        self._draw, self._width = draw, console.width
+        super().__init__(console=console, get_renderable=self._draw_again, refresh_per_second=1 / _REDRAW_SECONDS)
+
+    def _draw_again(self) -> Panel:
+        self._drawn = self._draw()
+        return self._drawn
+
+    def refresh(self) -> None:
+        """Draw the panel. A terminal that has been closed does not end the run."""
+        with self._lock, suppress(OSError):
+            width = self.console.width
+            if width < self._width:
+                lines = len(self.console.render_lines(self._drawn, self.console.options.update(width=self._width)))
+                rows = lines * -(-self._width // width)
+                up = [(ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)] * (rows - lines)
+                self.console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), *up))
+            self._width = width
+            super().refresh()
 
 
 class Alive:

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from verl.tracking.formatting import HEADLINES
 from verl.tracking.runs import RecordedRun, Series, labels, open_run, read_metrics
 from verl.utils.redaction import printable
@@ -28,14 +30,19 @@ CENTRED = 11
 
 def moving_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
     """Trailing mean over at most `window` values."""
-    return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+    return _means(values, window - 1, 0)
 
 
 def centred_mean(values: Sequence[float], window: int = CENTRED) -> list[float]:
     """Centred mean over at most `window` values: `window // 2` on each side, fewer at both ends."""
-    half = window // 2
-    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [sum(window_values) / len(window_values) for window_values in windows]
+    return _means(values, window // 2, window // 2)
+
+
+def _means(values: Sequence[float], before: int, after: int) -> list[float]:
+    """The mean of each value with those before and after it."""
+    sums, at = np.cumsum([0.0, *values]), np.arange(len(values))
+    first, last = np.maximum(at - before, 0), np.minimum(at + after + 1, len(values))
+    return ((sums[last] - sums[first]) / (last - first)).tolist()
 
 
 def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:

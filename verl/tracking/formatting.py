@@ -79,19 +79,11 @@ def format_clock(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format seconds for a sentence: 41 s, 2 min 03 s, 1 h 29 min."""
-    minutes, seconds = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60:02d} min"
-    return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
-
-
-def format_short_duration(seconds: float) -> str:
-    """Format seconds for a table: 45s, 12m, 3.4h, 2.5d."""
-    for unit, size in (("d", 86400), ("h", 3600)):
-        if seconds >= size:
-            return f"{seconds / size:.1f}{unit}"
-    return f"{seconds / 60:.0f}m" if seconds >= 120 else f"{seconds:.0f}s"
+    """Format seconds for a sentence or a table: 41 s, 2 min 03 s, 1 h 29 min, 2 d 05 h."""
+    for large, small, size, part in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
+        if round(seconds) >= size:
+            return f"{round(seconds) // size} {large} {round(seconds) % size // part:02d} {small}"
+    return f"{round(seconds)} s"
 
 
 def headline_values(metrics: Mapping[str, float], keep: Collection[str] = ()) -> dict[str, float]:

@@ -6,6 +6,7 @@
 - `earlier_runs/`: results of earlier runs in this folder that were not resumed.
 """
 
+import itertools
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from verl.checkpoints.atomic import atomic_write, set_aside_irregular
-from verl.tracking.step_files import open_steps, read_lines
+from verl.tracking.step_files import append_line, open_steps, read_lines, write_lines
 from verl.utils.paths import resolved
 from verl.utils.redaction import redact_text
 
@@ -54,7 +55,7 @@ class RunRecord:
     ):
         self.folder = folder
         self._is_new = is_new
-        self._before: EarlierRun | None = None
+        self._before: dict[str, tuple[bytes, float]] = {}  # file of the earlier run -> content, time
         self._about = {
             **about,
             "state": "running",
@@ -73,9 +74,10 @@ class RunRecord:
 
     def __enter__(self) -> "RunRecord":
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in ("run.json", "warnings.jsonl"):
-            set_aside_irregular(self.folder / name)
-        self._before = EarlierRun(self.folder) if self._is_new else None
+        for path in (self.folder / "run.json", self.folder / "warnings.jsonl"):
+            set_aside_irregular(path)
+            if self._is_new and path.is_file():
+                self._before[path.name] = path.read_bytes(), path.stat().st_mtime
         self._write()
         for record in self._earlier:
             self._warnings.handle(record)
@@ -103,12 +105,33 @@ class RunRecord:
         Results of an earlier run that is not resumed are moved to `earlier_runs/`.
         """
         self._step = step
-        if step == 0 and self._before is not None:
-            self._before.set_aside()
-        self._before = None
+        if step == 0 and self._is_new:
+            self._set_aside()
+        self._is_new, self._before = False, {}
         open_steps(self._steps, step).close()
         strides = [item["every"] for item in self._recorded()]
         self._every = strides[-1] if strides else 1
+
+    def _set_aside(self) -> None:
+        """Move the results of an earlier run to `earlier_runs/<name>_<number>`, if there are any."""
+        folder = self.folder
+        if not any((folder / name).is_file() and (folder / name).stat().st_size for name in _RESULTS):
+            return
+        folders = (folder / "earlier_runs" / f"{resolved(folder).name}_{number}" for number in itertools.count(1))
+        aside = next(path for path in folders if not path.exists())
+        aside.mkdir(parents=True)
+        for name in _MOVED:
+            if (folder / name).exists():
+                (folder / name).rename(aside / name)
+        for name, (content, written) in self._before.items():
+            (aside / name).write_bytes(content)
+            os.utime(aside / name, (written, written))  # the newest run is listed first
+        if earlier := self._before.get("warnings.jsonl"):
+            path = folder / "warnings.jsonl"
+            later = path.read_bytes()[len(earlier[0]) :]
+            with atomic_write(path) as draft:
+                draft.write_bytes(later)
+        logger.info("this run starts at step 0: the results of the run before it are moved to %s", aside)
 
     def add_step(self, step: int, make: Callable[[], Mapping[str, Any]], last: bool) -> None:
         """Write the record of a step, if its turn has come.
@@ -131,15 +154,11 @@ class RunRecord:
 
     def _append(self, record: Mapping[str, Any]) -> None:
         """Write a line. Drop every other step if the file has become too large."""
-        with self._steps.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+        append_line(self._steps, record)
         if self._steps.stat().st_size > STEPS_LIMIT:
             self._every *= 2
             kept = [item for item in self._recorded() if (item["step"] - 1) % self._every == 0]
-            kept = [{**item, "every": self._every} for item in kept]
-            with atomic_write(self._steps) as draft:
-                lines = (json.dumps(item, ensure_ascii=False) + "\n" for item in kept)
-                draft.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+            write_lines(self._steps, [{**item, "every": self._every} for item in kept])
 
     def _recorded(self) -> list[dict[str, Any]]:
         """The lines of steps.jsonl with a step, and a step between two of them, of at least 1."""
@@ -156,53 +175,6 @@ class RunRecord:
                 encoding="utf-8",
                 errors="backslashreplace",
             )
-
-
-class EarlierRun:
-    """The results of an earlier run in a folder, with run.json and the warnings as they are at construction.
-
-    Args:
-        folder: `trainer.default_local_dir` of the new run.
-    """
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        about, warnings = folder / "run.json", folder / "warnings.jsonl"
-        self._about = about.read_bytes() if about.is_file() else None
-        self._written = about.stat().st_mtime if about.is_file() else 0.0
-        self._warnings = warnings.stat().st_size if warnings.is_file() else 0
-
-    def set_aside(self) -> Path | None:
-        """Move the results to `earlier_runs/<name>_<number>`. None: there are none, as of a run that did not start."""
-        results = [self._folder / name for name in _RESULTS]
-        if not any(path.is_file() and path.stat().st_size for path in results):
-            return None
-        aside = self._new_folder()
-        for name in _MOVED:
-            if (self._folder / name).exists():
-                (self._folder / name).rename(aside / name)
-        if self._warnings:
-            path = self._folder / "warnings.jsonl"
-            lines = path.read_bytes()
-            (aside / "warnings.jsonl").write_bytes(lines[: self._warnings])
-            with atomic_write(path) as draft:
-                draft.write_bytes(lines[self._warnings :])
-        if self._about is not None:
-            (aside / "run.json").write_bytes(self._about)
-            os.utime(aside / "run.json", (self._written, self._written))  # the newest run is listed first
-        logger.info("this run starts at step 0: the results of the run before it are moved to %s", aside)
-        return aside
-
-    def _new_folder(self) -> Path:
-        parent, number = self._folder / "earlier_runs", 1
-        while True:
-            path = parent / f"{resolved(self._folder).name}_{number}"
-            try:
-                path.mkdir(parents=True)
-            except FileExistsError:
-                number += 1
-            else:
-                return path
 
 
 @contextmanager
@@ -235,8 +207,7 @@ class _WarningFile(logging.Handler):
                 "level": record.levelname,
                 "message": redact_text(record.getMessage())[:4000],
             }
-            with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            append_line(self._path, line)
         except OSError as error:
             self._count = WARNINGS_LIMIT
             logger.warning("%s cannot be written (%s): no further warnings are recorded", self._path, error)

@@ -1,8 +1,8 @@
-"""JSONL files of a run: their lines, and continuing them from the checkpoint that a run resumes from."""
+"""JSONL files: reading and writing, and continuing those of a run from the checkpoint that it resumes from."""
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,6 +26,25 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(item, dict):
                 yield item
+
+
+def json_line(item: Mapping[str, Any]) -> str:
+    """A line of a JSONL file. A lone surrogate, which UTF-8 does not have, is an escape of JSON."""
+    line = json.dumps(item, ensure_ascii=False, default=str) + "\n"
+    return line.encode("utf-8", "backslashreplace").decode()
+
+
+def append_line(path: Path, item: Mapping[str, Any]) -> None:
+    """Append an object to a JSONL file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json_line(item))
+
+
+def write_lines(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
+    """Write a JSONL file, or replace it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as draft:
+        draft.write_text("".join(map(json_line, items)), encoding="utf-8")
 
 
 def open_steps(path: Path, resume_step: int, is_complete: bool = False) -> TextIO:
@@ -57,8 +76,7 @@ def open_steps(path: Path, resume_step: int, is_complete: bool = False) -> TextI
     last = max((step for step, keep in zip(steps, kept) if keep), default=0)
     if is_complete and lines and last < resume_step:
         logger.warning("%s ends at step %d: the steps up to %d are missing", path, last, resume_step)
-    # a lone surrogate, which UTF-8 does not have, becomes an escape of JSON
-    return path.open("a", encoding="utf-8", errors="backslashreplace")
+    return path.open("a", encoding="utf-8")
 
 
 def _read_step(line: bytes) -> int | None:

@@ -47,8 +47,7 @@ def summary_lines(
         values = [value for _, value in series]
         if not values:
             continue
-        window = min(WINDOW, max(1, len(values) // 2))
-        first, last = (sum(chunk) / window for chunk in (values[:window], values[-window:]))
+        first, last, window = ends(values)
         means = f"; means of the first and last {window} steps" if window > 1 else ""
         total = "" if is_complete else f" of {total_steps}"
         trained = f"in {len(values)}{total} step{'s' * (len(values) > 1 or not is_complete)}"
@@ -58,7 +57,7 @@ def summary_lines(
     validations = [name for name in history if name.startswith("val-core/") and "/mean@" in name]
     for name in [*validations[:_MAX_VALIDATIONS], *(["val/loss"] if "val/loss" in history else [])]:
         label = name.removeprefix("val-core/").removeprefix("val/")
-        lines.append(f"validation {label}: {_first_and_best(name, history)}")
+        lines.append(f"validation {label}: {first_and_best(name, history[name])}")
     return [*lines, *_push_lines(history), *_staleness(history)] if lines else []
 
 
@@ -96,13 +95,19 @@ def _staleness(history: Mapping[str, Series]) -> list[str]:
     return [f"staleness in updates: {', '.join(bars)}"] if bars else []
 
 
+def ends(values: Sequence[float]) -> tuple[float, float, int]:
+    """Means of the first and the last values, and how many each of them is of."""
+    window = min(WINDOW, max(1, len(values) // 2))
+    return statistics.fmean(values[:window]), statistics.fmean(values[-window:]), window
+
+
 def best_point(name: str, series: Series) -> tuple[int, float]:
     """The best (step, value) of a metric: the smallest value of a loss, the largest of another metric."""
     return (min if name.endswith(("loss", "nll")) else max)(series, key=lambda point: point[1])
 
 
-def _first_and_best(name: str, history: Mapping[str, Series]) -> str:
-    series = history[name]
+def first_and_best(name: str, series: Series) -> str:
+    """Such as "0.906 (step 0) -> 0.968 (step 100), best 0.978 (step 80)"."""
     (first_step, first), (last_step, last) = series[0], series[-1]
     if len(series) == 1:
         return f"{first:.3f} (step {first_step})"

@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_IMAGES = 4
@@ -19,18 +19,6 @@ def thumbnails(data: Mapping[str, Any] | None) -> list[str]:
         data: an entry of the column multi_modal_data; None in a text-only row.
     """
     return [thumbnail(image) for image in _images(data or {})[:MAX_IMAGES]]
-
-
-def thumbnails_by_object() -> Callable[[Mapping[str, Any] | None], list[str]]:
-    """`thumbnails` that makes those of one object once: the samples of a prompt share it."""
-    cache: dict[int, list[str]] = {}
-
-    def cached(data: Mapping[str, Any] | None) -> list[str]:
-        if id(data) not in cache:
-            cache[id(data)] = thumbnails(data)
-        return cache[id(data)]
-
-    return cached
 
 
 def _images(data: Mapping[str, Any]) -> list[Any]:

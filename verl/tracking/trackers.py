@@ -18,7 +18,7 @@ import numpy as np
 from verl.tracking.console import TrainingProgress
 from verl.tracking.formatting import format_headline, format_line, format_number
 from verl.tracking.runs import REWARDS
-from verl.tracking.step_files import open_steps
+from verl.tracking.step_files import json_line, open_steps
 from verl.tracking.thumbnails import are_thumbnails, decode_thumbnail
 from verl.utils.log import setup_logging
 from verl.utils.paths import resolved
@@ -131,7 +131,7 @@ class JsonlTracker(Tracker):
 
     def _write(self, name: str, record: dict[str, Any]) -> None:
         file = self._files[name]
-        file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+        file.write(json_line(record))
         file.flush()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

@@ -5,7 +5,6 @@ separate thread, and failures are logged and counted.
 """
 
 import difflib
-import importlib.util
 import logging
 import math
 import queue
@@ -23,6 +22,7 @@ from verl.compat.hook import published_names
 from verl.tracking.console import TrainingProgress
 from verl.tracking.trackers import TRACKER_REGISTRY, Rows, Run, Tracker
 from verl.utils.log import setup_logging
+from verl.utils.packages import is_installed
 
 __all__ = ["TRACKER_REGISTRY", "Tracking", "check_trackers", "setup_logging"]
 
@@ -42,17 +42,11 @@ def check_trackers(names: Sequence[str]) -> None:
                 f"{TRACKER_REGISTRY[name]!r}"
             )
         package = TRACKER_REGISTRY[name].package
-        if package is not None and not _installed(package):
+        if package is not None and not is_installed(package):
             raise ValueError(
                 f"the tracker {name!r} needs the package {package}, which is not installed: "
                 f"pip install {package}, or remove {name!r} from trainer.logger"
             )
-
-
-def _installed(package: str) -> bool:
-    # a folder of that name in the working directory (wandb creates one) is found too, but has no origin
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None
 
 
 #: seconds that a tracker may take to start, and to make the remaining calls at the end of the run

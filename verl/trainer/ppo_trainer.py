@@ -15,6 +15,7 @@ from verl.rollout.request import MEDIA_COLUMNS
 from verl.single_controller import WorkerSpec
 from verl.single_controller.cluster import Cluster
 from verl.single_controller.placement import ResourcePool
+from verl.tracking.step_files import write_lines
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import setup_logging
 from verl.trainer.base import Trainer
@@ -30,7 +31,6 @@ from verl.trainer.output.samples import (
     prompt_items,
     response_texts,
     step_record,
-    write_jsonl,
 )
 from verl.trainer.ppo.canary import Canary
 from verl.trainer.ppo.flow import (
@@ -266,7 +266,7 @@ class PPOTrainer(Trainer):
         folder = self.config.trainer.rollout_data_dir
         if folder:
             samples = [{**sample, "step": self.global_step} for sample in generations(batch, self.tokenizer)]
-            write_jsonl(self.run.working_dir / folder / f"{self.global_step}.jsonl", samples)
+            write_lines(self.run.working_dir / folder / f"{self.global_step}.jsonl", samples)
         metrics, reported = data_metrics(batch), batch.meta_info["metrics"]
         metrics |= {name: reported[name] for name in metrics.keys() & reported.keys()}  # of every sample of the step
         mismatch = reported.get("rollout/logprob_gap_max", 0.0)
@@ -357,6 +357,6 @@ class PPOTrainer(Trainer):
         sources, uids = (joined(scored, name) for name in ("data_source", "uid"))
         folder = self.config.trainer.validation_data_dir
         if folder:
-            write_jsonl(self.run.working_dir / folder / f"{self.global_step}.jsonl", texts)
+            write_lines(self.run.working_dir / folder / f"{self.global_step}.jsonl", texts)
         self.validation_texts = texts
         return validation_metrics(sources, uids, variables, predictions(scored))

@@ -68,16 +68,12 @@ class _StreamHandler(logging.StreamHandler):
 class _PlainFormatter(logging.Formatter):
     """`12:03:44 [gen] 1.24s`; with the level if it is not INFO. Lines about steps have no time: they fill the width."""
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
-        self._with_level = logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-
     def format(self, record: logging.LogRecord) -> str:
-        if record.name == steps.name:
-            return console_text(record.getMessage())
-        return console_text(
-            super().format(record) if record.levelno == logging.INFO else self._with_level.format(record)
-        )
+        text = super().format(record)
+        if record.name != steps.name:
+            level = "" if record.levelno == logging.INFO else f"{record.levelname} "
+            text = f"{self.formatTime(record, '%H:%M:%S')} {level}{text}"
+        return console_text(text)
 
 
 class _TerminalHandler(logging.Handler):

@@ -13,7 +13,7 @@ from verl.tracking.curves import PANELS, centred_mean, robust_limits
 from verl.tracking.formatting import format_duration
 from verl.tracking.metric_names import describe
 from verl.tracking.runs import RecordedRun, Series, open_run, read_lines
-from verl.tracking.summary import best_point
+from verl.tracking.summary import best_point, ends
 from verl.utils.paths import write_text
 from verl.utils.redaction import printable
 
@@ -120,9 +120,8 @@ def _tiles(run: RecordedRun) -> list[tuple[str, str, str]]:
     if run.reward_name:
         label = "score" if run.reward_name.startswith("critic/") else "loss"
         values = [value for _, value in run.metrics[run.reward_name]]
-        edge = min(10, (len(values) + 1) // 2)
-        first, last = sum(values[:edge]) / edge, sum(values[-edge:]) / edge
-        tiles.append((f"training {label}", f"{first:.3g} → {last:.3g}", f"mean of the first and last {edge} steps"))
+        first, last, window = ends(values)
+        tiles.append((f"training {label}", f"{first:.3g} → {last:.3g}", f"mean of the first and last {window} steps"))
     for name in run.validation_names[:2]:
         series = run.metrics[name]
         step, best = best_point(name, series)

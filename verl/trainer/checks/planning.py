@@ -126,7 +126,7 @@ def describe_estimate(config: schema.Config, names: Sequence[str]) -> str:
         lines.append(_describe_change(result.change()))
     if sum(count for _, count in result.groups) > 1:
         total, search = _devices(config), _search(config, result)
-        configured = report.Configured(result.plan, [numbers for _, numbers in _placed(config, names)])
+        configured = replace(result.plan, placed=[numbers for _, numbers in _placed(config, names)])
         plans = search.plans(total, len(search.partitions()))
         lines += ["", *report.choice_lines(plans, total, configured)]
     return "\n".join(lines)

@@ -6,8 +6,10 @@ reports an event once: it is reported again only after the detector no longer fi
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 
+from verl.tracking.curves import moving_mean
 from verl.tracking.formatting import HEADLINES
 from verl.tracking.summary import STALENESS, SYNC, Series, best_point
 
@@ -27,12 +29,9 @@ def find(history: History, names: Sequence[str]) -> Series:
     return next((history[name] for name in names if history.get(name)), ())
 
 
-def window_means(series: Series, window: int = WINDOW) -> list[tuple[int, float]]:
+def window_means(series: Series) -> list[tuple[int, float]]:
     """(last step, mean) of every window; the first ones are shorter."""
-    sums = [0.0, *itertools.accumulate(value for _, value in series)]
-    short = [(step, total / i) for i, ((step, _), total) in enumerate(zip(series[:window], sums[1:]), start=1)]
-    full = zip(series[window:], sums[window + 1 :], sums[1:])
-    return [*short, *((step, (now - before) / window) for (step, _), now, before in full)]
+    return list(zip((step for step, _ in series), moving_mean([value for _, value in series], WINDOW)))
 
 
 def reward_collapse(history: History, scale: float = 1.0) -> str | None:
@@ -44,7 +43,8 @@ def reward_collapse(history: History, scale: float = 1.0) -> str | None:
     best_at = max(range(len(means)), key=lambda i: means[i][1])
     (best_step, best), (_, now) = means[best_at], means[-1]
     changes = [abs(b - a) for (_, a), (_, b) in itertools.pairwise(series[: best_at + WINDOW])]
-    deviation = _median(changes) / 0.95  # the median of |a - b| of two normal variables is 0.95 standard deviations
+    # the median of |a - b| of two normal variables is 0.95 standard deviations
+    deviation = statistics.median_high(changes) / 0.95
     error = deviation * math.sqrt(1 / min(best_at + 1, WINDOW) + 1 / WINDOW)
     if not best - now > scale * max(abs(best) / 2, 5 * error):
         return None
@@ -73,7 +73,7 @@ def kl_blow_up(history: History, scale: float = 1.0) -> str | None:
     series = find(history, KL)
     if len(series) < WINDOW:
         return None
-    now = _median([value for _, value in series[-WINDOW:]])
+    now = statistics.median_high(value for _, value in series[-WINDOW:])
     if not now > scale:
         return None
     return (
@@ -135,10 +135,6 @@ def _overfitting(history: History, scale: float) -> str | None:
         f"validation got worse: loss {best:.3f} (step {best_step}) -> {now:.3f} (step {step}); train for fewer steps "
         "(trainer.total_epochs), or lower optim.lr"
     )
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def _first_to_last(series: Series) -> str:

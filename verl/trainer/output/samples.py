@@ -4,7 +4,6 @@ import json
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 
 from verl.algorithms.kl import k3
 from verl.algorithms.masked import masked_mean
-from verl.checkpoints.atomic import atomic_write
 from verl.config import schema
 from verl.data.mixture import datasets_of
 from verl.data.rlhf_dataset import RLHFDataset
@@ -20,7 +18,7 @@ from verl.protocol import DataProto
 from verl.registry import did_you_mean
 from verl.rollout.request import SamplingParams
 from verl.tracking.formatting import format_line
-from verl.tracking.thumbnails import thumbnails_by_object
+from verl.tracking.thumbnails import thumbnails
 from verl.trainer.output.metrics import group_rows
 
 #: fields of a sample; a value of the reward function with one of these names gets the prefix `reward_`
@@ -45,10 +43,12 @@ def generations(batch: DataProto, tokenizer: Any, rows: Sequence[int] | None = N
     """
     columns, objects = batch.tensors, batch.non_tensor_batch
     width = columns["prompts"].shape[1]
-    samples = []
+    samples, rows = [], range(len(batch)) if rows is None else rows
     images = objects.get("multi_modal_data")
-    thumbnails = None if images is None else thumbnails_by_object()
-    for i in range(len(batch)) if rows is None else rows:
+    # the samples of a prompt share an object
+    distinct = {} if images is None else {id(images[i]): images[i] for i in rows}
+    pictures = {key: thumbnails(data) for key, data in distinct.items()}
+    for i in rows:
         mask = columns["attention_mask"][i].bool()
         extras = {
             name.removeprefix("reward_"): plain(values[i])
@@ -67,7 +67,7 @@ def generations(batch: DataProto, tokenizer: Any, rows: Sequence[int] | None = N
         sample["length"] = int(mask[width:].sum())
         sample |= {name: objects[name][i] for name in ("finish_reason", "data_source", "uid") if name in objects}
         if images is not None:
-            sample["images"] = thumbnails(images[i])
+            sample["images"] = pictures[id(images[i])]
         samples.append(sample)
     return samples
 
@@ -139,14 +139,6 @@ def plain(value: Any) -> Any:
 def choose_rows(count: int, size: int, seed: int) -> list[int]:
     """Choose `size` of `count` rows at random, in ascending order; the same ones for the same seed."""
     return sorted(random.Random(seed).sample(range(count), min(size, count)))
-
-
-def write_jsonl(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
-    """Write one JSON object per line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as draft:
-        lines = (json.dumps(item, ensure_ascii=False, default=str) + "\n" for item in items)
-        draft.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
 
 
 # ---- records of `verl report` ---------------------------------------------------------------------------------------
