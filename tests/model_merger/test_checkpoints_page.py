@@ -15,7 +15,7 @@ PAGE = (DOCS / "checkpoints.md").read_text()
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # programs run here were imported before
 @pytest.mark.slow
 def test_every_command_runs(shell, caplog):
-    listed = commands("checkpoints.md")
+    listed = [command for command in commands("checkpoints.md") if "benchmarks/" not in command]  # many minutes
     assert len([c for c in listed if c.startswith("verl merge ")]) == 6
     with caplog.at_level("INFO", "verl"):
         for command in listed:

@@ -251,10 +251,8 @@ class CheckpointStore:
         """Return the folder of the checkpoint of `step`, which may not exist."""
         return self.root / f"global_step_{step}"
 
-    def resume_path(self, path: str | Path | None) -> Path:
+    def resume_path(self, path: str | Path) -> Path:
         """Verify and return the checkpoint at `path`. There is no fallback to another one."""
-        if path is None:
-            raise ValueError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N")
         return verify(_target(Path(path)))
 
     def best(self) -> dict[str, Any] | None:

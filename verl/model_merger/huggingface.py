@@ -1,7 +1,9 @@
 """The HuggingFace model of a checkpoint: its class, its tensors, and their names on disk."""
 
 import logging
+import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from typing import Any
 
 import torch
 
-from verl.model_merger.sources import Shape, TensorInfo, WeightSource, same_bits
+from verl.model_merger.sources import Shape, WeightSource, same_bits
 
 logger = logging.getLogger("verl.model_merger")
 
@@ -138,7 +140,7 @@ class Export:
     """
 
     def __init__(self, source: WeightSource, model: ModelDescription, dtype: torch.dtype | None):
-        """Plan the export.
+        """Prepare the export.
 
         Args:
             dtype: Dtype of floating-point tensors in the result; None to keep the dtype of each tensor.
@@ -151,10 +153,6 @@ class Export:
         self._tied = {name: target for name, target in model.tied.items() if name in infos and target in infos}
         self.infos = {name: info for name, info in infos.items() if name not in self._tied}
         self._groups = list(_groups(self.infos, model.shapes))
-        planned: dict[str, torch.Tensor] = {}
-        for names in self._groups:
-            planned |= self._on_disk({name: self._cast(self.infos[name].meta()) for name in names})
-        self.plan = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in planned.items()}
         self._check_names()
 
     def _check_names(self) -> None:
@@ -175,11 +173,11 @@ class Export:
     @property
     def main_dtype(self) -> torch.dtype:
         """The floating-point dtype of most values of the result."""
-        sizes: dict[torch.dtype, int] = {}
-        for info in self.plan.values():
+        sizes: Counter[torch.dtype] = Counter()
+        for info in self.infos.values():
             if info.dtype.is_floating_point:
-                sizes[info.dtype] = sizes.get(info.dtype, 0) + info.meta().numel()
-        return max(sizes, key=sizes.__getitem__)
+                sizes[self.dtype or info.dtype] += math.prod(info.shape)
+        return sizes.most_common(1)[0][0]
 
     def check_tied(self) -> None:
         """Raise ValueError if tied tensors have different contents."""
@@ -191,7 +189,7 @@ class Export:
                 )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name on disk, tensor) in the order of `plan`. Raises ValueError for NaN or infinite weights."""
+        """Yield (name on disk, tensor). Raises ValueError for NaN or infinite weights."""
         for names in self._groups:
             group = {name: self.source.read(name) for name in names}
             for name, tensor in group.items():

@@ -2,6 +2,7 @@
 
 import filecmp
 import logging
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,18 +66,17 @@ def merge(options: MergeOptions) -> Path:
         write_config(checkpoint.config_folder, folder, type(model.module).__name__, export.main_dtype, labels)
         _add_generation_config(folder, base, labels)
         _check_recorded_files(target, folder, checkpoint)
-        write_weights(folder, export.plan, export.tensors(), options.max_shard_bytes)
+        count = write_weights(folder, export.tensors(), options.max_shard_bytes)
         if not options.allow_unchanged:
             _check_changed(folder, base, export)
         difference = verify.check_against_checkpoint(folder, export)
     if options.adapter_dir is not None:
         _export_adapter(export, options, base)
-    parameters = sum(info.meta().numel() for info in export.plan.values())
     logger.info(
         "%s: %d tensors, %d parameters, %s; verified, logits differ from the checkpoint's by at most %.2g",
         target,
-        len(export.plan),
-        parameters,
+        count,
+        sum(math.prod(info.shape) for info in export.infos.values()),
         str(export.main_dtype).removeprefix("torch."),
         difference,
     )
@@ -102,8 +102,9 @@ def compare(
     export = _export(open_checkpoint(local_dir, base, backend), lora_alpha, trust_remote_code, None)
     other = SafetensorsFolder(folder)
     other_infos = other.infos({})
-    faults = [f"{name} is only in {folder}" for name in other_infos if name not in export.plan]
+    faults, compared = [], set()
     for name, tensor in export.tensors():
+        compared.add(name)
         if name not in other_infos:
             faults.append(f"{name} is only in {local_dir}")
         elif other_infos[name].shape != tuple(tensor.shape):
@@ -114,7 +115,7 @@ def compare(
             difference = (tensor.to(other_infos[name].dtype).double() - other.read(name).double()).abs().max().item()
             if difference:
                 faults.append(f"{name} differs by up to {difference:.3g}")
-    return faults
+    return [f"{name} is only in {folder}" for name in other_infos if name not in compared] + faults
 
 
 def _export(checkpoint: Checkpoint, alpha: float | None, trust_remote_code: bool, dtype: torch.dtype | None) -> Export:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
+from safetensors.torch import _getdtype
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
@@ -31,10 +32,6 @@ class TensorInfo:
 
     shape: Shape
     dtype: torch.dtype
-
-    def meta(self) -> torch.Tensor:
-        """Return a tensor of this shape and dtype on the meta device."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 class WeightSource(ABC):
@@ -123,21 +120,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 # ---- safetensors ----------------------------------------------------------------------------------------------------
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-
 
 def local_folder(name: str) -> Path | None:
     """Return the local folder of a safetensors model: a path, or in the HuggingFace cache. Downloads nothing."""
@@ -161,7 +143,7 @@ class SafetensorsFolder(SafetensorsFiles, WeightSource):
 
     def infos(self, expected: Mapping[str, Shape]) -> dict[str, TensorInfo]:
         slices = {name: self.slice_of(name) for name in self._tensor_files}
-        return {name: TensorInfo(tuple(s.get_shape()), _DTYPES[s.get_dtype()]) for name, s in slices.items()}
+        return {name: TensorInfo(tuple(s.get_shape()), _getdtype(s.get_dtype())) for name, s in slices.items()}
 
     def read_again(self, name: str) -> torch.Tensor:
         """Read as a slice from a newly opened file."""

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 
 from verl.checkpoints.atomic import fsync
 from verl.checkpoints.safetensors_files import INDEX, SINGLE_FILE
-from verl.model_merger.sources import TensorInfo
 from verl.utils.paths import read_json
 
 #: weight files of a HuggingFace folder, of all formats
@@ -65,42 +64,30 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
 
 
-def write_weights(
-    folder: Path, plan: Mapping[str, TensorInfo], tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int
-) -> None:
-    """Write tensors into safetensors files, with one file in memory at a time.
+def write_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> int:
+    """Write tensors into safetensors files, with one file in memory at a time. Returns their number.
 
     Args:
-        plan: Shape and dtype of every tensor, in the order of `tensors`.
         max_bytes: Maximum size of a file; a file contains at least one tensor.
     """
-    sizes = {name: info.meta().numel() * info.dtype.itemsize for name, info in plan.items()}
-    files: list[list[str]] = []
-    filled = max_bytes
-    for name, size in sizes.items():
-        if filled + size > max_bytes:
-            files.append([])
-            filled = 0
-        files[-1].append(name)
-        filled += size
-    stream = iter(tensors)
-    weight_map = {}
-    for number, names in enumerate(files, start=1):
-        file = SINGLE_FILE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-        contents = {name: tensor.contiguous() for name, (_, tensor) in zip(names, _checked(stream, names))}
-        save_file(contents, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(names, file)
-    if len(files) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(folder / INDEX, index)
-
-
-def _checked(stream: Iterator[tuple[str, torch.Tensor]], names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the next items of the stream, which must have these names."""
-    for expected in names:
-        name, tensor = next(stream)
-        assert name == expected, f"expected {expected}, found {name}"
-        yield name, tensor
+    file_of: dict[str, int] = {}
+    contents: dict[str, torch.Tensor] = {}
+    count, filled, total = 1, 0, 0
+    for name, tensor in tensors:
+        if contents and filled + tensor.nbytes > max_bytes:
+            save_file(contents, folder / f"{count}.part", metadata={"format": "pt"})
+            contents, filled, count = {}, 0, count + 1
+        contents[name], file_of[name] = tensor.contiguous(), count
+        filled += tensor.nbytes
+        total += tensor.nbytes
+    save_file(contents, folder / f"{count}.part", metadata={"format": "pt"})
+    files = {n: f"model-{n:05}-of-{count:05}.safetensors" if count > 1 else SINGLE_FILE for n in range(1, count + 1)}
+    for number, file in files.items():
+        (folder / f"{number}.part").rename(folder / file)
+    if count > 1:
+        weight_map = {name: files[number] for name, number in sorted(file_of.items())}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return len(file_of)
 
 
 def write_config(source: Path, folder: Path, architecture: str, dtype: torch.dtype, num_labels: int | None) -> None:

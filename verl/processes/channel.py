@@ -16,8 +16,6 @@ from typing import Self
 
 _HEADER = struct.Struct("<QI")  # size in bytes, number of descriptors
 _MAX_DESCRIPTORS = 250  # of one system call; Linux accepts up to 253
-_DESCRIPTOR = struct.Struct("i")
-_ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _DESCRIPTOR.size)
 _FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux only
 
 
@@ -55,12 +53,12 @@ class Channel:
 
     def _receive_descriptors(self, size: int) -> tuple[bytes, list[int]]:
         try:
-            data, items, _, _ = self._socket.recvmsg(size, _ANCILLARY_BYTES, _FLAGS)
+            data, descriptors, _, _ = socket.recv_fds(self._socket, size, _MAX_DESCRIPTORS, _FLAGS)
         except ConnectionResetError:
-            data, items = b"", []
+            data, descriptors = b"", []
         if not data:
             raise EOFError("the other process closed the connection")
-        return data, [descriptor for *_, content in items for (descriptor,) in _DESCRIPTOR.iter_unpack(content)]
+        return data, descriptors
 
     def _read(self, size: int) -> bytes:
         chunks = []

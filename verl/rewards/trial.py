@@ -23,7 +23,7 @@ def trial_responses(ground_truth: Any, solution: Any = None) -> dict[str, list[s
         solution: A worked solution or a program, if the row has one.
     """
     try:
-        reference = final_answer(read_references(ground_truth)[0])
+        reference = final_answer(read_references(ground_truth, "trial")[0])
     except ValueError:
         reference = ""
     references = [] if len(reference) > 200 or _TESTS.search(reference) or not reference else [reference]

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -267,31 +268,26 @@ def _call_async_in(
     if outcome.failure is not None:
         yield from ((index, outcome) for index in range(len(samples)))
         return
-    for index, value, failure, trace, over_limit in outcome.value:
-        if failure is None:
-            yield index, value_outcome(value)
-        else:
-            cause = WorkerError(f"in another process\n\n{trace}") if trace else None
-            yield index, Outcome(None, failure, cause, over_limit)
+    for index, each in outcome.value:
+        yield index, value_outcome(each.value) if each.failure is None else each
 
 
-def run_async(spec: Call, keywords: list[dict[str, Any]], timeout: float | None, concurrency: int) -> list[tuple]:
-    """In a worker process: call an async function with each of the keyword arguments.
-
-    Returns:
-        (index, pickled value, failure, stack, over_limit) of each call.
-    """
+def run_async(
+    spec: Call, keywords: list[dict[str, Any]], timeout: float | None, concurrency: int
+) -> list[tuple[int, Outcome]]:
+    """In a worker process: call an async function with each of the keyword arguments. The values are pickled."""
     func = _object(spec.arguments["spec"]) if "spec" in spec.arguments else find_function(*spec.address)
     results = []
     for index, outcome in _call_async_here(func, keywords, timeout, concurrency):
-        value = b""
         if outcome.failure is None:
             try:
-                value = pickled(outcome.value)
+                outcome = Outcome(pickled(outcome.value))
             except TypeError as error:
                 outcome = Outcome.raised(error)
-        trace = "".join(traceback.format_exception(outcome.cause)) if outcome.cause is not None else ""
-        results.append((index, value, outcome.failure, trace[-20000:], outcome.over_limit))
+        if outcome.cause is not None:  # as text: the trainer may not be able to import its class
+            trace = "".join(traceback.format_exception(outcome.cause))[-20000:]
+            outcome = replace(outcome, cause=WorkerError(f"in another process\n\n{trace}"))
+        results.append((index, outcome))
     return results
 
 
