@@ -23,6 +23,7 @@ TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object", "
 
 #: form -> a row, and the results of train, sft and eval: the text that is compared or trained, or a text of the error.
 #: Generation reads the same prompts as training.
+TOOLS_FIRST = "{{ tools | tojson if tools else '' }}"
 NO_TRUTH, CHAT, NO_RESPONSE = "no truth", "!ends with an assistant message", "!data.response_key"
 FORMS = {
     "GSM8K": ({"question": "What is 2+3?", "answer": "2+3=5\n#### 5"}, "2+3=5\n#### 5", "2+3=5\n#### 5"),
@@ -111,6 +112,7 @@ def path(tmp_path):
 @pytest.mark.parametrize("form", FORMS)
 def test_training_reads_it(form, path, chat_tokenizer):
     row, truth, _ = FORMS[form]
+    chat_tokenizer.chat_template = TOOLS_FIRST + chat_tokenizer.chat_template.removeprefix(TOOLS_FIRST)
     found = outcome(lambda: RLHFDataset(path(row), chat_tokenizer)[0])
     if isinstance(truth, str) and truth.startswith("!"):
         assert matches(found, truth)
@@ -141,6 +143,7 @@ def test_sft_reads_it(form, path, chat_tokenizer):
 @pytest.mark.parametrize("form", FORMS)
 def test_generation_reads_it(form, path, chat_tokenizer):
     row, truth, _ = FORMS[form]
+    chat_tokenizer.chat_template = TOOLS_FIRST + chat_tokenizer.chat_template.removeprefix(TOOLS_FIRST)
     config = GenerationConfig.model_validate({"data": {"path": [path(row)]}})
     found = outcome(lambda: chat_tokenizer.decode(read_prompts(config, chat_tokenizer).prompt_ids[0]))
     assert CHAT[1:] in found if truth is CHAT else "What is" in found and not found.startswith("!")

@@ -123,12 +123,13 @@ def test_chats_of_older_releases_train(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(("column", "value"), [("tools", [{"name": "search"}]), ("enable_thinking", False)])
-def test_a_column_that_would_change_the_chat_is_refused(column, value, tiny, tmp_path, capsys):
+def test_a_column_that_the_template_does_not_read_is_refused(column, value, tiny, tmp_path, capsys):
     chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     rows = write_rows(tmp_path / "train.jsonl", [{"messages": chat, column: value}])
     command = [f"data.train_files={rows}", f"model.path={tiny / 'model'}", "data.train_batch_size=1"]
+    command += ["model.custom_chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'"]
     assert main([*command, f"trainer.default_local_dir={tmp_path / 'run'}"]) == 1
-    assert f"line 1: the column '{column}' is not supported with chats" in capsys.readouterr().err
+    assert f"line 1: the chat template does not read '{column}'" in capsys.readouterr().err
 
 
 def test_long_examples_are_counted_before_training(command, tmp_path, capsys):

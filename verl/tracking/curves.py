@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from verl.tracking.formatting import HEADLINES
 from verl.tracking.runs import RecordedRun, Series, labels, open_run, read_metrics
 from verl.utils.redaction import printable
@@ -40,9 +38,8 @@ def centred_mean(values: Sequence[float], window: int = CENTRED) -> list[float]:
 
 def _means(values: Sequence[float], before: int, after: int) -> list[float]:
     """The mean of each value with those before and after it."""
-    sums, at = np.cumsum([0.0, *values]), np.arange(len(values))
-    first, last = np.maximum(at - before, 0), np.minimum(at + after + 1, len(values))
-    return ((sums[last] - sums[first]) / (last - first)).tolist()
+    chunks = (values[max(i - before, 0) : i + after + 1] for i in range(len(values)))
+    return [sum(chunk) / len(chunk) for chunk in chunks]  # no cumulative sum, which a NaN would spoil from there on
 
 
 def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:
