@@ -79,8 +79,15 @@ def test_a_thread_that_is_closed_while_it_ends_still_cancels_its_coroutines(thre
             await asyncio.sleep(0.2)
             ends.append("ended")
 
+    async def exits_when_cancelled() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise SystemExit(4)
+
     ends: list[str] = []
     thread.submit(slow_to_end())
+    thread.submit(exits_when_cancelled())
     with pytest.raises(SystemExit):
         thread.run_until_complete(exits())
     thread.close()

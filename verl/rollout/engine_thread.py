@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -134,10 +134,12 @@ class EngineThread:
         except BaseException as error:  # SystemExit and KeyboardInterrupt of a task end the loop
             self._fail(error)
         self._is_serving = False
-        try:
-            self.loop.run_until_complete(_end_others(cancel=True))
-        finally:
-            self.loop.close()
+        while asyncio.all_tasks(self.loop):
+            try:
+                self.loop.run_until_complete(_end_others(cancel=True))
+            except BaseException as error:  # of another task that ends the loop
+                self._fail(error)
+        self.loop.close()
 
     def _stop_serving(self) -> None:
         if self._is_serving:  # otherwise the loop runs to cancel the last coroutines, and ends after that
@@ -145,8 +147,7 @@ class EngineThread:
 
     def _fail(self, error: BaseException) -> None:
         self.error = self.error or error
-        for task in self._tasks:
-            task.cancel()
+        _cancel(self._tasks)
         self._on_failure()
 
     async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -167,7 +168,15 @@ class EngineThread:
 
 async def _end_others(cancel: bool) -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others if cancel else ():
+    _cancel(others if cancel else ())
+    if others:  # not gather, which would pass on its own cancellation
+        done, _ = await asyncio.wait(others)
+        for task in done:
+            if not task.cancelled():
+                task.exception()  # retrieved, so that asyncio does not log it
+
+
+def _cancel(tasks: Iterable[asyncio.Task]) -> None:
+    for task in tasks:
         if not task.cancelling():  # a second cancellation would interrupt its cleanup
             task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
