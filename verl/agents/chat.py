@@ -76,10 +76,7 @@ class ChatContinuation:
                 raise ValueError(f"the chat template does not show a {role} message after an assistant message")
 
     def between(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text from the end of a turn of the policy up to the start of its next turn.
-
-        Args:
-            messages: the messages between the two turns.
+        """The text with the messages from the end of a turn of the policy up to the start of its next turn.
 
         Raises:
             ValueError: the template does not support these messages.

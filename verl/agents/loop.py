@@ -212,7 +212,6 @@ class SingleTurn:
         """The arguments are ignored."""
 
     async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
-        """See `AgentLoop.run`."""
         trajectory = Trajectory(prompt)
         trajectory.add_completion(await generate(trajectory.next_request()))
         return trajectory

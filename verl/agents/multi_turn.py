@@ -31,35 +31,21 @@ _EMPTY: Mapping[str, Any] = {}
 
 @dataclass
 class _State:
-    """The state of one trajectory.
+    """The state of one trajectory."""
 
-    Args:
-        id: identifies the trajectory in the tool processes.
-        tools_kwargs: arguments of the tools for this sample, by name.
-        interaction: name of the interaction; None for none.
-        interaction_kwargs: its arguments.
-        messages: the messages that an interaction reads.
-        failure: why the interaction failed to start or to reply.
-    """
-
-    id: str
-    tools_kwargs: dict[str, Any]
-    interaction: str | None
+    id: str  # identifies it in the tool processes
+    tools_kwargs: dict[str, Any]  # arguments of the tools for this sample, by name
+    interaction: str | None  # its name
     interaction_kwargs: dict[str, Any]
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]]  # those that an interaction reads
     tool_rewards: list[float] = field(default_factory=list)
     turn_scores: list[float] = field(default_factory=list)
     has_started: bool = False
-    failure: str | None = None
+    failure: str | None = None  # why the interaction failed to start or to reply
 
 
 class MultiTurnLoop:
-    """Tool calls, an interaction, or both.
-
-    Args:
-        config: the `rollout` section.
-        tokenizer: the policy's tokenizer, with a chat template.
-    """
+    """Tool calls, an interaction, or both. The tokenizer has a chat template."""
 
     def __init__(self, config: BaseModel, tokenizer: Any):
         self.config, self.tokenizer = config.multi_turn, tokenizer
@@ -89,7 +75,6 @@ class MultiTurnLoop:
         self._number = 0
 
     async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
-        """See `AgentLoop.run`."""
         trajectory, state = Trajectory(prompt), self._state_of(prompt)
         trajectory.metrics.update(dict.fromkeys(("tool_calls", "tool_errors", "tool_timeouts"), 0.0))
         if state.interaction is not None:

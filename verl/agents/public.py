@@ -75,13 +75,7 @@ class TokenOutput(BaseModel):
 
 
 class ServerManager:
-    """The `server_manager` of one trajectory. It records what the engine returned.
-
-    Args:
-        prompt: the prompt of the sample.
-        generate: the rollout engine.
-        tokenizer: the policy's tokenizer, for stop strings.
-    """
+    """The `server_manager` of one trajectory. It records what the engine returned."""
 
     def __init__(self, prompt: Prompt, generate: GenerateFn, tokenizer: Any):
         self._prompt, self._generate, self._tokenizer = prompt, generate, tokenizer
@@ -186,14 +180,7 @@ class AgentLoopBase(ABC):
 
 
 class PublicLoop:
-    """An `AgentLoop` that runs a loop of public verl.
-
-    Args:
-        cls: the loop.
-        config: the `rollout` section.
-        tokenizer: the policy's tokenizer.
-        kwargs: further arguments of its constructor.
-    """
+    """An `AgentLoop` that runs a loop of public verl. kwargs: further arguments of its constructor."""
 
     def __init__(self, cls: type[AgentLoopBase], config: BaseModel, tokenizer: Any, kwargs: Mapping[str, Any] = {}):
         self.cls, self.tokenizer, self.kwargs = cls, tokenizer, dict(kwargs)
@@ -202,7 +189,6 @@ class PublicLoop:
         self.config = DictConfigWrap(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": data}))
 
     async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
-        """See `AgentLoop.run`."""
         server = ServerManager(prompt, generate, self.tokenizer)
         loop = self.cls(
             trainer_config=self.config, server_manager=server, tokenizer=self.tokenizer, processor=None, **self.kwargs

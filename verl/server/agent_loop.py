@@ -30,10 +30,6 @@ _FAILED_AT_START = 16
 class ServerAgentLoop:
     """Runs the agent of `rollout.server.agent` once per sample.
 
-    Args:
-        config: the `rollout` section.
-        tokenizer: the policy's tokenizer, with a chat template.
-
     Raises:
         ValueError: there is no agent, or the tokenizer has no chat template.
     """

@@ -86,11 +86,8 @@ class AsyncAgent:
         threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
 
     def start(self, call: AgentCall) -> "Future[Any]":
-
-        async def run() -> Any:
-            return await self.function(call.sample, call.base_url, call.api_key, call.model)
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+        coroutine = self.function(call.sample, call.base_url, call.api_key, call.model)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
 
 class FunctionAgent:

@@ -71,8 +71,6 @@ def make_app(
 
 
 class _Routes:
-    """The handlers of one application."""
-
     def __init__(self, model: ServedModel, generator: Any, max_body: int, find_episode: FindEpisode | None):
         self.model, self.generator, self.max_body, self.find_episode = model, generator, max_body, find_episode
         self._large = ThreadPoolExecutor(LARGE_THREADS, thread_name_prefix="tokenize")
@@ -213,19 +211,15 @@ async def _read_json(request: Request, max_body: int) -> tuple[Any, int]:
 # ---- errors and authentication --------------------------------------------------------------------------------------
 
 
-def _error_response(error: ApiError) -> Response:
+async def _on_api_error(request: Request, error: ApiError) -> Response:
     # OpenAI's client retries calls with status 409, which would fail in the same way
     headers = {"x-should-retry": "false"} if error.status == 409 else {}
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    return _error_response(error)
-
-
 async def _on_http_error(request: Request, error: Exception) -> Response:
     message = f"{error.detail}: {request.method} {request.url.path}"
-    return _error_response(ApiError(error.status_code, message, code="invalid_url"))
+    return await _on_api_error(request, ApiError(error.status_code, message, code="invalid_url"))
 
 
 class _Authentication:
@@ -240,6 +234,7 @@ class _Authentication:
             if not hmac.compare_digest(token, self.expected):
                 problem = "a wrong token" if token else "none"
                 message = f'expected the header "Authorization: Bearer TOKEN" with the server\'s token, found {problem}'
-                await _error_response(ApiError(401, message, code="invalid_api_key"))(scope, receive, send)
+                response = await _on_api_error(Request(scope), ApiError(401, message, code="invalid_api_key"))
+                await response(scope, receive, send)
                 return
         await self.app(scope, receive, send)

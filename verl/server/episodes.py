@@ -14,7 +14,7 @@ from typing import Any, Literal
 from verl.agents.chat import ChatContinuation
 from verl.agents.loop import GenerateFn, Prompt, Trajectory, log_ignored_sampling
 from verl.rollout.request import Completion, Request
-from verl.server.protocol import ApiError, Call
+from verl.server.protocol import ApiError, Call, read_call_arguments, unsupported
 from verl.server.service import Choice, Generator, ServedModel
 from verl.utils.rng import fork_seed
 
@@ -26,10 +26,6 @@ Message = Mapping[str, Any]
 
 class StepGenerator(Generator):
     """The `generate` of an agent loop, for callers in another event loop.
-
-    Args:
-        generate: the rollout engine.
-        loop: the event loop in which agent loops run.
 
     Attributes:
         error: the first error of the engine. It ends the run; an agent would report it as its own.
@@ -66,13 +62,7 @@ class StepGenerator(Generator):
 
 
 class _Conversation:
-    """One trajectory and its messages.
-
-    Args:
-        call: its first call.
-        trajectory: the trajectory.
-        tokenizer: has the chat template.
-    """
+    """One trajectory and its messages. call: its first call."""
 
     def __init__(self, call: Call, trajectory: Trajectory, tokenizer: Any):
         self.trajectory = trajectory
@@ -101,17 +91,11 @@ class _Conversation:
 
 @dataclass
 class _Pending:
-    """A call that is running.
+    """A call that is running."""
 
-    Args:
-        conversation: the conversation that it continues or starts.
-        added: tokens that precede its response.
-        author: role of the first new message.
-    """
-
-    conversation: _Conversation
-    added: list[int]
-    author: str
+    conversation: _Conversation  # the one that it continues or starts
+    added: list[int]  # tokens that precede its response
+    author: str  # role of the first new message
 
 
 class Episode:
@@ -120,9 +104,6 @@ class Episode:
     Its methods are called in the server's thread, and `close` in that of the agent loops.
 
     Args:
-        prompt: the prompt of the sample.
-        generator: the rollout engine.
-        model: the model that is served.
         prompt_length: maximum length of the first prompt.
         on_new: see `NewConversation`.
     """
@@ -148,7 +129,7 @@ class Episode:
             if self._pending is not None:
                 raise ApiError(409, "another call of this episode is running: wait for it", code="episode_busy")
             if call.n > 1:
-                raise ApiError(400, "n: expected 1 within an episode", param="n", code="unsupported_parameter")
+                raise unsupported("n", "n: expected 1 within an episode")
             sampling = call.sampling | {"seed": call.seed}
             log_ignored_sampling(sampling, {name: getattr(self.prompt.params, name) for name in sampling})
             pending = self._continue(call)
@@ -254,17 +235,8 @@ def comparable(message: Message) -> dict[str, Any]:
     return {
         "role": "assistant",
         "content": (message.get("content") or "").strip(),
-        "tool_calls": [(function["name"], _parsed(function["arguments"])) for function in calls],
+        "tool_calls": [(function["name"], read_call_arguments(function["arguments"])) for function in calls],
     }
-
-
-def _parsed(arguments: Any) -> Any:
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return arguments
 
 
 def _format_message(message: Message) -> str:

@@ -45,14 +45,7 @@ _RESERVED |= {"padding", "truncation", "max_length"}
 
 
 class ApiError(Exception):
-    """An error of a call. Sent as {"error": {"message", "type", "param", "code"}}.
-
-    Args:
-        status: HTTP status.
-        message: expected, found, fix.
-        param: the parameter at fault.
-        code: machine-readable name of the error.
-    """
+    """An error of a call, about the parameter `param`. Sent as {"error": {"message", "type", "param", "code"}}."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -63,6 +56,11 @@ class ApiError(Exception):
         types = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error"}
         error_type = types.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": error_type, "param": self.param, "code": self.code}}
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """The error of a parameter, or of a value of it, that is not supported."""
+    return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,6 @@ class _StreamOptions(BaseModel):
 
 
 class _Body(BaseModel):
-    """The parameters of both routes."""
-
     model_config = ConfigDict(extra="forbid")
 
     model: StrictStr
@@ -198,18 +194,12 @@ def _without_switched_off(body: Mapping[str, Any], schema: type[_Body]) -> dict[
             supported[name] = value
         elif name in _OFF:
             if value not in _OFF[name]:
-                disabled = json.dumps(_OFF[name][0])
-                hint = ""
-                if name == "top_logprobs":
-                    hint = " (the engine gives the log-prob of the sampled token: logprobs=true)"
-                raise ApiError(
-                    400,
-                    f"{name}={json.dumps(value)[:80]} is not supported{hint}: leave it out, or set it to {disabled}",
-                    param=name,
-                    code="unsupported_parameter",
-                )
+                logprobs = " (the engine gives the log-prob of the sampled token: logprobs=true)"
+                hint = logprobs if name == "top_logprobs" else ""
+                fix = f"leave it out, or set it to {json.dumps(_OFF[name][0])}"
+                raise unsupported(name, f"{name}={json.dumps(value)[:80]} is not supported{hint}: {fix}")
         else:
-            raise ApiError(400, f"the parameter {name!r} is not supported", param=name, code="unsupported_parameter")
+            raise unsupported(name, f"the parameter {name!r} is not supported")
     return supported
 
 
@@ -246,12 +236,8 @@ def _common(body: _Body) -> dict[str, Any]:
 
 def _chat_call(body: _ChatBody) -> Call:
     if body.tool_choice not in (None, "auto", "none"):
-        raise ApiError(
-            400,
-            f"tool_choice={json.dumps(body.tool_choice)[:80]} is not supported: expected auto or none",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
+        choice = json.dumps(body.tool_choice)[:80]
+        raise unsupported("tool_choice", f"tool_choice={choice} is not supported: expected auto or none")
     if reserved := sorted(_RESERVED & (body.chat_template_kwargs or {}).keys()):
         raise ApiError(
             400,
@@ -292,13 +278,16 @@ def _message(message: _Message, location: str) -> dict[str, Any]:
 
 
 def _tool_call(call: _ToolCall) -> dict[str, Any]:
-    arguments = call.function.arguments
+    function = {"name": call.function.name, "arguments": read_call_arguments(call.function.arguments)}
+    return {**({"id": call.id} if call.id else {}), "type": "function", "function": function}
+
+
+def read_call_arguments(arguments: str | dict[str, Any]) -> Any:
+    """The arguments of a tool call as an object. A policy may write text that is no JSON, which is returned."""
     if isinstance(arguments, str):
-        # a policy may write arguments that are not JSON, are nested too deeply, or have an integer that is too long
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments or "{}")
-    identifier = {"id": call.id} if call.id else {}
-    return {**identifier, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+        with suppress(ValueError, RecursionError):  # also of nesting that is too deep, and an integer that is too long
+            return json.loads(arguments or "{}")
+    return arguments
 
 
 def _completion_call(body: _CompletionBody) -> Call:
@@ -309,12 +298,10 @@ def _completion_call(body: _CompletionBody) -> Call:
     if len(prompts) > MAX_CHOICES:
         raise ApiError(400, f"prompt: expected at most {MAX_CHOICES} prompts, found {len(prompts)}", param="prompt")
     if body.logprobs:
-        raise ApiError(
-            400,
+        raise unsupported(
+            "logprobs",
             f"logprobs={body.logprobs} is not supported: the engine gives the log-prob of the sampled token, which "
             "logprobs=0 returns",
-            param="logprobs",
-            code="unsupported_parameter",
         )
     return Call(
         is_chat=False,

@@ -6,17 +6,17 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from verl.agents.chat import reads
-from verl.agents.tools.parsers import TOOL_PARSERS, FunctionCall, extract_calls
+from verl.agents.tools.parsers import TOOL_PARSERS, extract_calls
 from verl.agents.tools.schemas import read_arguments
 from verl.rollout.base import RolloutEngine
 from verl.rollout.engine_thread import EngineThread
 from verl.rollout.request import Completion, Request, SamplingParams, check_completions
-from verl.server.protocol import ApiError, Call
+from verl.server.protocol import ApiError, Call, unsupported
 from verl.server.text import ResponseText, text_of
 
 
@@ -96,13 +96,11 @@ class ServedModel:
                 400, f"the tokenizer of {self.name} has no chat template: use /v1/completions", param="messages"
             )
         if call.tools and not reads(self.tokenizer, "tools", call.template_kwargs):
-            raise ApiError(
-                400,
+            raise unsupported(
+                "tools",
                 f"the chat template of {self.name} ignores tools, so the model would not see them: use a model whose "
                 "template has tools, or set a template (verl serve --chat-template, or "
                 "actor_rollout_ref.model.custom_chat_template)",
-                param="tools",
-                code="unsupported_parameter",
             )
         try:
             text = self.tokenizer.apply_chat_template(
@@ -136,7 +134,7 @@ class ServedModel:
             )
         for name in call.sampling:
             if self.sampling_keys is not None and name not in self.sampling_keys:
-                raise ApiError(400, f"{name} is not supported by this engine", param=name, code="unsupported_parameter")
+                raise unsupported(name, f"{name} is not supported by this engine")
         seed = secrets.randbits(63) if call.seed is None else call.seed
         limit = min(call.max_tokens or self.params.max_tokens, available)
         try:
@@ -154,23 +152,14 @@ class ServedModel:
 
 @dataclass
 class Choice:
-    """One response.
-
-    Args:
-        index: index of the choice.
-        request: the request to the engine.
-        completion: its completion.
-        content: the text; without tool calls, if the call has tools.
-        tool_calls: in OpenAI's form.
-        weight_version: the oldest version of the weights that sampled it.
-    """
+    """One response."""
 
     index: int
     request: Request
     completion: Completion
-    content: str
-    tool_calls: list[dict[str, Any]]
-    weight_version: int | None
+    content: str  # without tool calls, if the call has tools
+    tool_calls: list[dict[str, Any]]  # in OpenAI's form
+    weight_version: int | None  # the oldest version of the weights that sampled it
 
     @property
     def message(self) -> dict[str, Any]:
@@ -234,15 +223,10 @@ class SingleCall:
 
 @dataclass
 class Running:
-    """A call that has been started.
-
-    Args:
-        call: its parameters.
-        requests: one per choice.
-    """
+    """A call that has been started."""
 
     call: Call
-    requests: list[Request]
+    requests: list[Request]  # one per choice
     conversation: Conversation
     model: ServedModel
     created: int = field(default_factory=lambda: int(time.time()))
@@ -347,15 +331,10 @@ async def split_tool_calls(
     parser = TOOL_PARSERS[model.tool_parser](model.tokenizer)
     content, parsed = await extract_calls(parser, model.tokenizer, prompt_ids, token_ids)
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-    functions = [function for call in parsed if (function := _read_function(call, schemas)) is not None]
-    calls = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": each} for each in functions]
+    calls = []
+    for call in parsed:
+        with suppress(ValueError):  # text that is not a call of the tool
+            arguments = read_arguments(call.read_arguments(), schemas.get(call.name, {}))
+            function = {"name": call.name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+            calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
     return (content.strip() if calls else text), calls
-
-
-def _read_function(call: FunctionCall, schemas: dict[str, dict[str, Any]]) -> dict[str, str] | None:
-    """Name and arguments of a call; None for text that is not a call of the tool."""
-    try:
-        arguments = read_arguments(call.read_arguments(), schemas.get(call.name, {}))
-    except ValueError:
-        return None
-    return {"name": call.name, "arguments": json.dumps(arguments, ensure_ascii=False)}

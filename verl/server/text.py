@@ -19,7 +19,6 @@ class ResponseText:
     string, are held back. The deltas joined are the text of the whole response.
 
     Args:
-        tokenizer: decodes token ids.
         stop: stop strings; the text ends before the first one.
     """
 

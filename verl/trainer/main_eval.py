@@ -6,22 +6,17 @@ prompts; as tables on the console and as a JSON file.
 
 import sys
 
-from verl.trainer.startup.program import Program
+from verl.trainer.startup.program import Program, program_help
 from verl.utils.lazy import lazy_names
 
-HELP = """usage: {program} [--config FILE.yaml] key=value ...
-
-  {program} data.path=responses.parquet data.response_key=responses \\
+HELP = program_help(
+    """data.path=responses.parquet data.response_key=responses \\
       reward.custom_reward_function.path=reward.py reward.custom_reward_function.name=compute_score
 
-  data.compare_path=other.parquet   compare with another model's responses to the same prompts
-  --config FILE.yaml   settings from a file; keys on the command line override it
-  --dry-run            run all checks, print the plan, and stop before anything is scored
-  --verbose            with --dry-run: list the checks
-  --print-config       print the resolved configuration, and stop
-  --help               this text; all keys: python -m verl.cli.config --of evaluation
-"""
-
+  data.compare_path=other.parquet   compare with another model's responses to the same prompts""",
+    "anything is scored",
+    " --of evaluation",
+)
 
 PROGRAM = Program(
     "verl.trainer.main_eval", HELP, "EvalConfig", "verl.evaluation.report:Evaluation", "verl.evaluation.report:execute"

@@ -5,23 +5,18 @@ Responses are stored while they are generated: run the same command again to res
 
 import sys
 
-from verl.trainer.startup.program import Program
+from verl.trainer.startup.program import Program, program_help
 from verl.utils.lazy import lazy_names
 
-HELP = """usage: {program} [--config FILE.yaml] key=value ...
-
-  {program} \\
+HELP = program_help(
+    """\\
       data.path=test.parquet data.prompt_key=prompt data.n_samples=8 data.batch_size=128 \\
       data.output_path=responses.parquet \\
       model.path=/path/to/model rollout.temperature=0.6 rollout.top_p=0.95 rollout.response_length=1024
-
-  --config FILE.yaml   settings from a file; keys on the command line override it
-  --dry-run            run all checks, print the plan, and stop before the model is loaded
-  --verbose            with --dry-run: list the checks
-  --print-config       print the resolved configuration, and stop
-  --help               this text; all keys: python -m verl.cli.config --of generation
-"""
-
+""",
+    "the model is loaded",
+    " --of generation",
+)
 
 PROGRAM = Program(
     "verl.trainer.main_generation",

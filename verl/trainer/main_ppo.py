@@ -10,26 +10,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from verl.compat.hook import published_names
-from verl.trainer.startup.program import Program
+from verl.trainer.startup.program import Program, program_help
 
 if TYPE_CHECKING:
     from verl.trainer.ppo_trainer import PPOTrainer
 
-HELP = """usage: {program} [--config FILE.yaml] key=value ...
-
-  {program} \\
+HELP = program_help(
+    """\\
       algorithm.adv_estimator=grpo \\
       data.train_files=train.parquet data.val_files=test.parquet data.train_batch_size=64 \\
       actor_rollout_ref.model.path=/path/to/model actor_rollout_ref.rollout.n=8 \\
       trainer.total_epochs=1
 
-  --config FILE.yaml   settings from a file; keys on the command line override it
-  --dry-run            run all checks, print the plan, and stop before workers start
-  --verbose            with --dry-run: list the checks
-  --print-config       print the resolved configuration, and stop
-  --chaos LIST         inject faults, such as kill@7,nan-grad@4 (docs/trust.md)
-  --help               this text; all keys: python -m verl.cli.config
-"""
+  --chaos LIST         inject faults, such as kill@7,nan-grad@4 (docs/trust.md)"""
+)
 
 PROGRAM = Program("verl.trainer.main_ppo", HELP, "Config", "verl.trainer.ppo_trainer:PPOTrainer")
 

@@ -5,22 +5,16 @@ The class is in `verl.trainer.sft`. It is loaded at first use, so that a missing
 
 import sys
 
-from verl.trainer.startup.program import Program
+from verl.trainer.startup.program import Program, program_help
 from verl.utils.lazy import lazy_names
 
-HELP = """usage: {program} [--config FILE.yaml] key=value ...
-
-  {program} \\
+HELP = program_help(
+    """\\
       data.train_files=train.parquet data.prompt_key=question data.response_key=answer data.train_batch_size=64 \\
       model.path=/path/to/model optim.lr=1e-5 trainer.total_epochs=1 trainer.save_freq=100
-
-  --config FILE.yaml   settings from a file; keys on the command line override it
-  --dry-run            run all checks, print the plan, and stop before workers start
-  --verbose            with --dry-run: list the checks
-  --print-config       print the resolved configuration, and stop
-  --help               this text; all keys: python -m verl.cli.config --of sft
-"""
-
+""",
+    option=" --of sft",
+)
 
 PROGRAM = Program("verl.trainer.sft_trainer", HELP, "SFTConfig", "verl.trainer.sft:SFTTrainer")
 main = PROGRAM.main

@@ -14,11 +14,7 @@ from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
 
 
 class CriticWorker(EngineWorker):
-    """Predicts a value for every response token. Trained on the returns.
-
-    Args:
-        **settings: device, total_training_steps and timeout of `build_engine`.
-    """
+    """Predicts a value for every response token. Trained on the returns. settings: those of `build_engine`."""
 
     def __init__(self, config: schema.CriticConfig, **settings: Any):
         self.config = config

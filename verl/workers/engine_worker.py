@@ -88,11 +88,8 @@ class EngineWorker(Worker):
             prefix: put before metric names that have none ("grad_norm" -> "actor/grad_norm").
             one_step: treat the whole batch as one mini-batch and one training step; meta_info is not read.
         """
-        if one_step:
-            update = UpdatePass(self.engine, [batch], prefix, last_pass=True)
-        else:
-            minis = batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size)
-            update = UpdatePass(self.engine, minis, prefix, last_pass=batch.meta_info["last_pass"])
+        minis = [batch] if one_step else batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size)
+        update = UpdatePass(self.engine, minis, prefix, last_pass=one_step or batch.meta_info["last_pass"])
         bad = find_bad_values(batch.tensors)
         if any(self.engine.max_over_ranks([float(bool(bad))])):
             for column in bad:

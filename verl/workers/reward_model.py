@@ -14,12 +14,7 @@ from verl.workers.engine_worker import EngineWorker, micro_batching
 
 
 class RewardModelWorker(EngineWorker):
-    """Scores dialogues.
-
-    Args:
-        policy_tokenizer: the tokenizer of the responses.
-        timeout: of collectives, in seconds.
-    """
+    """Scores dialogues. policy_tokenizer: that of the responses; timeout: of collectives, in seconds."""
 
     def __init__(
         self, config: schema.RewardModelConfig, *, device: str, policy_tokenizer: Any, timeout: float | None = None

@@ -32,18 +32,12 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int], outputs: int, value
 
 @dataclass(frozen=True)
 class Utilization:
-    """The shape of a model and the peak rate of its ranks.
-
-    Attributes:
-        peak: FLOP/s in 16 bits of all ranks that share a row.
-        passes: FLOPs of an update, as a multiple of those of a forward pass.
-        value_head: whether the model has one output instead of logits.
-    """
+    """The shape of a model and the peak rate of its ranks."""
 
     shape: ModelShape
-    peak: float
-    passes: int
-    value_head: bool
+    peak: float  # FLOP/s in 16 bits of all ranks that share a row
+    passes: int  # FLOPs of an update, as a multiple of those of a forward pass
+    value_head: bool  # whether the model has one output instead of logits
 
     @classmethod
     def find(

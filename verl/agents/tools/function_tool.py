@@ -22,12 +22,7 @@ from verl.agents.tools.schemas import OpenAIFunctionToolSchema
 
 
 class FunctionTool:
-    """A function as a tool.
-
-    Args:
-        func: a top-level function, `def` or `async def`.
-        tool_schema: its schema.
-    """
+    """A top-level function, `def` or `async def`, as a tool."""
 
     def __init__(self, func: Callable, tool_schema: OpenAIFunctionToolSchema):
         self.func = func

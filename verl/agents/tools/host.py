@@ -25,47 +25,29 @@ _THREADS = 64  # for functions that are not async
 
 @dataclass(frozen=True)
 class Observation:
-    """The message that the policy reads after a call.
-
-    Args:
-        text: the text.
-        reward: reward of the call.
-        failed: whether the call failed; the text starts with "error: ".
-        timed_out: whether it failed by its time limit.
-    """
+    """The message that the policy reads after a call, and the reward of the call."""
 
     text: str
     reward: float = 0.0
-    failed: bool = False
-    timed_out: bool = False
+    failed: bool = False  # the text starts with "error: "
+    timed_out: bool = False  # whether it failed by its time limit
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """The rewards of the tools at the end of a trajectory.
+    """The rewards of the tools at the end of a trajectory, by name of the tool."""
 
-    Args:
-        rewards: result of `calc_reward`, by name of the tool.
-        errors: descriptions of failed calls of `create`, `calc_reward` or `release`, by name of the tool.
-    """
-
-    rewards: dict[str, float]
-    errors: dict[str, str]
+    rewards: dict[str, float]  # result of `calc_reward`
+    errors: dict[str, str]  # descriptions of failed calls of `create`, `calc_reward` or `release`
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The reply of an interaction.
+    """The reply of an interaction."""
 
-    Args:
-        text: the message of the user.
-        ends: whether the interaction has ended.
-        reward: reward of the turn; None if there is none.
-    """
-
-    text: str
-    ends: bool
-    reward: float | None
+    text: str  # the message of the user
+    ends: bool  # whether the interaction has ended
+    reward: float | None  # of the turn; None if there is none
 
 
 def truncate_text(text: str, limit: int, side: str) -> str:
@@ -90,11 +72,7 @@ def failure(message: str, timed_out: bool = False) -> Observation:
 
 
 class ToolHost:
-    """Tools and interactions, and their instances: one per trajectory, created before its first call.
-
-    Args:
-        settings: the files to load.
-    """
+    """Tools and interactions, and their instances: one per trajectory, created before its first call."""
 
     def __init__(self, settings: ToolSettings):
         self.settings = settings
@@ -120,12 +98,8 @@ class ToolHost:
         return Observation(text, observation.reward, observation.failed)
 
     async def rewards(self, trajectory: str, kwargs: Mapping[str, Mapping[str, Any]]) -> Rewards:
-        """End a trajectory. All its instances are released, also if a tool fails.
-
-        Args:
-            trajectory: id of the trajectory.
-            kwargs: the sample's `tools_kwargs`. A tool named there has an instance even if it was not called.
-        """
+        """End a trajectory. All its instances are released, also if a tool fails. kwargs: the sample's `tools_kwargs`;
+        a tool named there has an instance even if it was not called."""
         names = dict.fromkeys([name for owner, name in self._instances if owner == trajectory] + list(kwargs))
         tools = [tool for name in names if isinstance(tool := self.tools.get(name), BaseTool)]
         result = Rewards({}, {})
@@ -255,7 +229,6 @@ class ToolsInProcess:
         self.host = ToolHost(settings)
 
     async def call(self, trajectory: str, method: str, arguments: Mapping[str, Any], seconds: float | None) -> Any:
-        """See `ToolRunner.call`."""
         try:
             async with asyncio.timeout(seconds) as deadline:
                 return await getattr(self.host, method)(trajectory, **arguments)

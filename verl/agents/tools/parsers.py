@@ -169,7 +169,6 @@ class HermesToolParser(ToolParser):
     """JSON between <tool_call> and </tool_call>."""
 
     def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
-        """See `ToolParser.parse`."""
         return _blocks(text, _TOOL_CALL, lambda block: [_read_json_call(block)])
 
 
@@ -179,7 +178,6 @@ class QwenToolParser(ToolParser):
     """XML between <tool_call> and </tool_call>, or alone. The schema of the tool gives the types of the parameters."""
 
     def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
-        """See `ToolParser.parse`."""
         return _blocks(text, f"{_TOOL_CALL}|{_BARE_FUNCTION}", self._read_block)
 
     @staticmethod
@@ -203,7 +201,6 @@ class LlamaToolParser(ToolParser):
     ends = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 
     def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
-        """See `ToolParser.parse`."""
         for end in self.ends:
             text = text.removesuffix(end)
         content, codes = _outside_thoughts(text, r"<\|python_tag\|>" + _REST)

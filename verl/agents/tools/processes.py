@@ -38,28 +38,18 @@ class _Lost(ToolFailure):
 
 @dataclass
 class _Call:
-    """A call of a slot.
-
-    Attributes:
-        deadline: When the process is killed; the time limit counts from the start of the call.
-        generation: Of the process that ran the call to its end; None if the call was stopped.
-    """
+    """A call of a slot. Its time limit counts from its start."""
 
     method: str
     arguments: dict[str, Any]
     seconds: float | None
     future: "Future[Any]" = field(default_factory=Future)
-    deadline: float = math.inf
-    generation: int | None = None
+    deadline: float = math.inf  # when the process is killed
+    generation: int | None = None  # of the process that ran the call to its end; None if the call was stopped
 
 
 class _Slot:
-    """A worker process that is started on demand, again after it has ended.
-
-    Args:
-        settings: for the host of the process.
-        one_at_a_time: run one call at a time.
-    """
+    """A worker process that is started on demand, again after it has ended."""
 
     def __init__(self, settings: ToolSettings, one_at_a_time: bool = False):
         self._settings, self._one_at_a_time = settings, one_at_a_time
@@ -151,13 +141,8 @@ class _Slot:
         return None
 
     def _end(self, reason: str, is_late: bool, broken: str | None) -> None:
-        """Report the calls that the process has not finished, and start it again for those that wait.
-
-        Args:
-            reason: Why they are lost, after "the process".
-            is_late: Whether the process was killed at the deadline of a call.
-            broken: Why no process can run the tools, if it is so.
-        """
+        """Report the calls that the process has not finished, and start it again for those that wait. reason: why they
+        are lost, after "the process"; is_late: at the deadline of a call; broken: why no process can run the tools."""
         now = time.monotonic()
         with self._lock:
             calls, self._running = list(self._running.values()), {}
@@ -184,12 +169,7 @@ def _late(call: _Call) -> ToolFailure:
 
 
 class ToolProcesses:
-    """A `ToolRunner` with worker processes.
-
-    Args:
-        settings: for the hosts.
-        size: number of worker processes.
-    """
+    """A `ToolRunner` with `size` worker processes."""
 
     def __init__(self, settings: ToolSettings, size: int):
         if size < 1:
@@ -203,7 +183,6 @@ class ToolProcesses:
         self._finalizer = weakref.finalize(self, _close_all, [*self._slots, self._repeats])
 
     async def call(self, trajectory: str, method: str, arguments: Mapping[str, Any], seconds: float | None) -> Any:
-        """See `ToolRunner.call`."""
         if trajectory not in self._home:
             self._home[trajectory] = min(self._slots, key=lambda slot: slot.users)
             self._home[trajectory].users += 1
@@ -224,13 +203,11 @@ class ToolProcesses:
                 self._state[trajectory] = call.generation
 
     def forget(self, trajectory: str) -> None:
-        """See `ToolRunner.forget`."""
         self._state.pop(trajectory, None)
         if (slot := self._home.pop(trajectory, None)) is not None:
             slot.users -= 1
 
     def close(self) -> None:
-        """See `ToolRunner.close`."""
         self._finalizer()
 
 

@@ -45,19 +45,12 @@ _MAX_DROPS = 3  # how often one group may be generated with weights that are too
 
 @dataclass(eq=False)
 class Group:
-    """A prompt from its admission to the step that trains on its samples.
+    """A prompt from its admission to the step that trains on its samples."""
 
-    Attributes:
-        prompt: one row, as it came from the source.
-        version: of the rollout's weights when it was admitted.
-        rows: its samples; None until all of them are in the buffer.
-        reports: of the runs of the operators before the buffer, and its share of the groups of each run.
-        admitted: when it was admitted, by `time.monotonic`.
-    """
-
-    prompt: DataProto
-    version: int
-    rows: DataProto | None = None
+    prompt: DataProto  # one row, as it came from the source
+    version: int  # of the rollout's weights when it was admitted
+    rows: DataProto | None = None  # its samples; None until all of them are in the buffer
+    # of the runs of the operators before the buffer, and its share of the groups of each run
     reports: list[tuple[RunReports, float]] = field(default_factory=list)
     admitted: float = field(default_factory=time.monotonic)
 
@@ -160,11 +153,7 @@ class SampleBuffer:
             return max(0, steps * self.batch_size - len(self.groups))
 
     def admit(self, batch: DataProto) -> None:
-        """Record prompts that are about to be generated. The caller holds `lock`.
-
-        Args:
-            batch: one or more rows per prompt.
-        """
+        """Record prompts, of one or more rows, that are about to be generated. The caller holds `lock`."""
         for rows in group_rows(batch):
             prompt = batch[rows[:1]]
             prompt.meta_info = {}  # it describes the step of the batch, and the prompt may be trained in another one

@@ -120,9 +120,7 @@ def check_reward_function(run: Run) -> None:
         for dataset in datasets:
             check_ground_truth(dataset, f"the reward function {manager.compute_score.name}")
     by_source = [(dataset, _items_by_source(inputs, dataset, manager.reward_fn_key)) for dataset in datasets]
-    counts = Counter({})
-    for _, items in by_source:
-        counts.update({source: len(each) for source, each in items.items()})
+    counts = sum((Counter({source: len(items[source]) for source in items}) for _, items in by_source), Counter())
     rows = "rows per data source: " + ", ".join(f"{source!r} {count:,}" for source, count in counts.items())
     logger.info("%s", rows)
     first = {source: (dataset, items[source]) for dataset, items in reversed(by_source) for source in items}

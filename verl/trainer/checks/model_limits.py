@@ -1,7 +1,7 @@
 """Limits of a model: its vocabulary and its maximum sequence length."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,14 @@ _DIFFERENT_SHARE = 0.01
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """The limits of a model, read from its config without loading weights.
-
-    Attributes:
-        vocab_size: token ids are 0 to vocab_size - 1.
-        positions: tokens in a sequence; None if the config sets no limit.
-        sizes: the config of the language model by key; `hf_config` is that of the whole model.
-    """
+    """The limits of a model, read from its config without loading weights."""
 
     path: str
-    vocab_size: int
-    positions: int | None
+    vocab_size: int  # token ids are 0 to vocab_size - 1
+    positions: int | None  # tokens in a sequence; None if the config sets no limit
     architectures: tuple[str, ...]
-    sizes: Mapping[str, Any] = field(default_factory=dict)
-    hf_config: Any = None
+    sizes: Mapping[str, Any] = field(default_factory=dict)  # the config of the language model by key
+    hf_config: Any = None  # that of the whole model
 
     @classmethod
     def from_config(cls, model: schema.ModelConfig) -> "ModelLimits":
@@ -152,39 +146,29 @@ def check_moe(config: schema.Config) -> None:
         )
 
 
-@dataclass(frozen=True)
-class MegatronRole:
-    """A model with model-parallel training, and the pool of processes that host it."""
-
-    model: schema.ModelConfig
-    section: schema.MegatronConfig
-    pool: str
-    ranks: int
-
-
-def check_megatron(roles: Mapping[str, MegatronRole]) -> None:
+def check_megatron(roles: Iterable[tuple[str, schema.ModelConfig, object, str, int]]) -> None:
     """Models with model-parallel training are supported, and its settings fit them.
 
     Args:
-        roles: name of the `megatron` section -> its role.
+        roles: name of the engine's section, model, that section, and the pool of processes that host it with their
+            number.
 
     Raises:
         ValueError: another architecture, such as one with images; sizes that do not divide the model or the ranks, or
             differ between the models of a process; or keys of experts for a model without them.
     """
-    if not roles:
-        return
-    from verl.engines.megatron import checks
-
     of_pool: dict[str, tuple[str, dict[str, int]]] = {}
-    for name, role in roles.items():
-        model, section = role.model, role.section
+    for name, model, section, pool, ranks in roles:
+        if not isinstance(section, schema.MegatronConfig):
+            continue
+        from verl.engines.megatron import checks
+
         hf_config = read_config(model.path, model.override_config, model.trust_remote_code)
         checks.check_architecture(hf_config, model.path)
         checks.check_sizes(hf_config, section)
         checks.check_keys(hf_config, section, name)
-        dense, experts = checks.parallel_sizes(section, role.ranks)
-        first, expected = of_pool.setdefault(role.pool, (name, dense | experts))
+        dense, experts = checks.parallel_sizes(section, ranks)
+        first, expected = of_pool.setdefault(pool, (name, dense | experts))
         for key, size in (dense | experts).items():
             if size != expected[key]:
                 raise ValueError(

@@ -10,7 +10,7 @@ from verl.engines import loading
 from verl.engines.base import check_device
 from verl.engines.loading import check_kernels
 from verl.modeling.huggingface import read_config
-from verl.trainer.checks.model_limits import MegatronRole, check_megatron, check_moe
+from verl.trainer.checks.model_limits import check_megatron, check_moe
 from verl.trainer.checks.preflight import Run
 from verl.trainer.startup.roles import pools_of, roles_of
 from verl.utils.device import resolve_device
@@ -24,36 +24,29 @@ def check_models(run: Run) -> None:
     config = run.config
     if not isinstance(config, schema.Config):
         check_model(config.model, "causal_lm")
-        if isinstance(config, schema.SFTConfig) and isinstance(config.engine.selected, schema.MegatronConfig):
+        if isinstance(config, schema.SFTConfig):
             ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-            role = MegatronRole(config.model, config.engine.selected, "", ranks)
-            check_megatron({"engine.megatron": role})
+            check_megatron([("engine.megatron", config.model, config.engine.selected, "", ranks)])
         return
-    policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward.reward_model
-    check_model(policy, "causal_lm")
+    policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward.reward_model
+    check_model(policy.model, "causal_lm")
     check_moe(config)
-    check_megatron(_megatron_roles(config))
-    if "critic" in roles_of(config):
-        check_model(critic, "value")
-    if reward.enable:
-        section = schema.ModelConfig(path=reward.model_path, trust_remote_code=reward.trust_remote_code)
-        check_model(section, "reward")
-
-
-def _megatron_roles(config: schema.Config) -> dict[str, MegatronRole]:
-    """Name of the `megatron` section -> role, of the roles that have one."""
-    policy, critic, roles = config.actor_rollout_ref, config.critic, roles_of(config)
     sections = {
         "actor": ("actor_rollout_ref.actor", policy.model, policy.actor),
         "ref": ("actor_rollout_ref.ref", policy.model, policy.ref),
         "critic": ("critic", critic.model, critic),
     }
-    pools = {role: pool for placed in pools_of(config, roles).values() for role, pool in placed}
-    return {
-        f"{name}.megatron": MegatronRole(model, section.engine, pools[role].name, pools[role].world_size)
+    pools = {role: pool for placed in pools_of(config, roles_of(config)).values() for role, pool in placed}
+    check_megatron(
+        (f"{name}.megatron", model, section.engine, pools[role].name, pools[role].world_size)
         for role, (name, model, section) in sections.items()
-        if isinstance(section.engine, schema.MegatronConfig) and role in roles
-    }
+        if role in pools
+    )
+    if "critic" in pools:
+        check_model(critic.model, "value")
+    if reward.enable:
+        section = schema.ModelConfig(path=reward.model_path, trust_remote_code=reward.trust_remote_code)
+        check_model(section, "reward")
 
 
 def check_devices(run: Run) -> None:

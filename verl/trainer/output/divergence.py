@@ -101,11 +101,8 @@ def entropy_collapse(history: History, scale: float = 1.0) -> str | None:
 
 
 def worse_validation(history: History, scale: float = 1.0, prompts: int | None = None) -> str | None:
-    """A validation result is 20 % below its best, or twice in a row 15 %, by more than three standard errors.
-
-    Args:
-        prompts: number of validation prompts, for the noise: three standard errors of an accuracy. None: unknown.
-    """
+    """A validation result is 20 % below its best, or twice in a row 15 %, by more than three standard errors of an
+    accuracy, if the number of validation prompts is known."""
     for name, series in history.items():
         if not name.startswith("val-core/") or "/mean@" not in name or len(series) < 2:
             continue
@@ -150,9 +147,7 @@ def _learning_rate(history: History) -> str:
     return f". Lower actor.optim.lr{value} first"
 
 
-Detector = Callable[..., str | None]
-
-DETECTORS: dict[str, Detector] = {
+DETECTORS: dict[str, Callable[..., str | None]] = {
     "correct": never_correct,
     "reward": reward_collapse,
     "kl": kl_blow_up,
@@ -169,11 +164,7 @@ _VALIDATION = ("val-core/", "val/")
 
 
 class DivergenceWatch:
-    """Reports each event once.
-
-    Args:
-        prompts: number of validation prompts, if known.
-    """
+    """Reports each event once. prompts: number of validation prompts, if known."""
 
     def __init__(self, prompts: int | None = None):
         self.history: dict[str, list[tuple[int, float]]] = {}

@@ -15,11 +15,7 @@ logger = logging.getLogger("verl.trainer")
 
 
 def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
-    return {
-        f"{name}/mean": values.mean().item(),
-        f"{name}/max": values.max().item(),
-        f"{name}/min": values.min().item(),
-    }
+    return {f"{name}/{kind}": getattr(values, kind)().item() for kind in ("mean", "max", "min")}
 
 
 def response_lengths(batch: DataProto) -> torch.Tensor:

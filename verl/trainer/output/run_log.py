@@ -66,7 +66,6 @@ class RunLog:
     """Context manager around a run, from before its workers start. The tracker `console` adds a panel and a summary.
 
     Args:
-        view: the run.
         draw: (batch, count) -> samples of a batch, as rows of a table.
         record: batch -> what `verl report` shows of it.
     """

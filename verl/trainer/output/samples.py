@@ -33,7 +33,6 @@ def generations(batch: DataProto, tokenizer: Any, rows: Sequence[int] | None = N
 
     Args:
         batch: scored samples. A missing column (such as advantages in validation) gives no field.
-        tokenizer: decodes prompts and responses.
         rows: indices of the samples; None: all.
 
     Returns:
@@ -147,13 +146,8 @@ def choose_rows(count: int, size: int, seed: int) -> list[int]:
 MAX_TOKENS = 512
 #: zero-variance groups of a step that are recorded
 _EXAMPLES = 3
-#: name in the record -> column (B, T)
-_PER_TOKEN = {
-    "rollout_log_probs": "rollout_log_probs",
-    "log_probs": "old_log_probs",
-    "advantages": "advantages",
-    "values": "values",
-}
+#: columns (B, T) of the record, where old_log_probs is called log_probs
+_PER_TOKEN = ("rollout_log_probs", "old_log_probs", "advantages", "values")
 
 
 def step_record(batch: DataProto, tokenizer: Any, count: int, seed: int) -> dict[str, Any]:
@@ -161,9 +155,7 @@ def step_record(batch: DataProto, tokenizer: Any, count: int, seed: int) -> dict
 
     Args:
         batch: a finished training batch.
-        tokenizer: decodes prompts and tokens.
         count: number of samples with their tokens: the best, the worst, and others drawn at random.
-        seed: seed of the draw.
     """
     columns = batch.tensors
     scores = columns["token_level_scores"].sum(1)
@@ -207,9 +199,9 @@ def _tokens(batch: DataProto, tokenizer: Any, row: int) -> dict[str, Any]:
     ids = columns["responses"][row, :length].tolist()
     record: dict[str, Any] = {"tokens": tokenizer.batch_decode([[token] for token in ids])}
     record["mask"] = columns["response_mask"][row, :length].long().tolist()
-    for name, column in _PER_TOKEN.items():
+    for column in _PER_TOKEN:
         if column in columns:
-            record[name] = [_short(value) for value in columns[column][row, :length].tolist()]
+            record[column.removeprefix("old_")] = [_short(value) for value in columns[column][row, :length].tolist()]
     if {"ref_log_prob", "old_log_probs"} <= columns.keys():
         kl = k3((columns["old_log_probs"] - columns["ref_log_prob"])[row, :length])
         record["ref_kl"] = [_short(value) for value in kl.tolist()]

@@ -24,6 +24,25 @@ if TYPE_CHECKING:
     from verl.trainer.startup.recipe import Recipe
 
 
+def program_help(usage: str, start: str = "workers start", option: str = "") -> str:
+    """What --help of a program prints, with `{program}` for the command.
+
+    Args:
+        usage: the arguments of an example, and further options.
+        start: what a dry run does not do.
+        option: of `verl.cli.config`, selects the keys of the program.
+    """
+    return f"""usage: {{program}} [--config FILE.yaml] key=value ...
+
+  {{program}} {usage}
+  --config FILE.yaml   settings from a file; keys on the command line override it
+  --dry-run            run all checks, print the plan, and stop before {start}
+  --verbose            with --dry-run: list the checks
+  --print-config       print the resolved configuration, and stop
+  --help               this text; all keys: python -m verl.cli.config{option}
+"""
+
+
 @dataclass(frozen=True)
 class Program:
     """A command that reads settings.
@@ -35,7 +54,7 @@ class Program:
 
     Attributes:
         module: what `python -m` runs.
-        help: what --help prints, with `{program}` for the command.
+        help: see `program_help`.
         schema: its configuration, a name of `verl.config.schema`.
         command: "module:Class" of what is built; its constructor runs the other checks.
         execute: "module:function" that runs what was built and returns the exit status.

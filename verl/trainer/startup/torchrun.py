@@ -35,22 +35,15 @@ _ranks: ContextVar[int | None] = ContextVar("ranks of torchrun", default=None)
 
 @dataclass(frozen=True)
 class Torchrun:
-    """The processes that torchrun started, read from its environment variables.
-
-    Attributes:
-        local_world_size: number of processes on this host.
-        address, port: of the rendezvous store.
-        agent_store: torchrun hosts the store; otherwise rank 0 does.
-        restarts: how often torchrun has restarted the group.
-    """
+    """The processes that torchrun started, read from its environment variables."""
 
     rank: int
     world_size: int
-    local_world_size: int
-    address: str
+    local_world_size: int  # number of processes on this host
+    address: str  # of the rendezvous store
     port: int
-    agent_store: bool = False
-    restarts: int = 0
+    agent_store: bool = False  # torchrun hosts the store; otherwise rank 0 does
+    restarts: int = 0  # how often torchrun has restarted the group
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "Torchrun | None":
