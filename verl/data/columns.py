@@ -9,7 +9,6 @@ from verl.config import schema
 from verl.data.files import Rows
 from verl.data.forms import PROMPTS, TRUTHS, find_column, note_columns
 from verl.data.tokenization import check_encodable
-from verl.registry import did_you_mean
 
 logger = logging.getLogger("verl.data")
 
@@ -47,9 +46,8 @@ def check_columns(rows: Rows, config: schema.DataConfig) -> None:
     """Raise ValueError if the rows lack a column that the settings name: prompt, media, ground truth or reward key."""
     for name, purpose in _PURPOSES.items():
         key = config[name]
-        if key not in rows.columns and (name == "prompt_key" or key != _DEFAULTS[name]):
-            fix = did_you_mean(key, rows.columns)
-            raise ValueError(f"{rows.names}: no column {key!r}{purpose} (data.{name}): {fix}")
+        if name == "prompt_key" or key != _DEFAULTS[name]:
+            rows.check_column(key, name, purpose)
 
 
 def reward_columns(rows: Rows, config: schema.DataConfig, media: Sequence[str] = ()) -> list[str]:

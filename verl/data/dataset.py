@@ -1,5 +1,6 @@
-"""The base class of RLHFDataset and SFTDataset: files or rows, checked and tokenized in chunks."""
+"""The base classes of datasets of prompts and of samples: files or rows, checked and tokenized in chunks."""
 
+import copy
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,12 +15,22 @@ from verl.config.fields import Schema, Section
 from verl.config.load import load_section
 from verl.data.bad_rows import RepeatedRows, usable_rows
 from verl.data.files import Rows, file_list, fingerprint, rows_in_memory
+from verl.data.forms import as_messages, read_prompt_column
 from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts, rows_to_decode
 from verl.data.media_files import media_digest
-from verl.data.tokenization import CHUNK, ROUND_TRIPS, check_round_trips, prepare_tokenizer
+from verl.data.messages import with_settings
+from verl.data.tokenization import (
+    CHUNK,
+    ROUND_TRIPS,
+    check_round_trips,
+    encode_prompts,
+    prepare_tokenizer,
+    read_prompt,
+)
 
 logger = logging.getLogger("verl.data")
 
+Prompt = str | list[dict[str, Any]] | MediaPrompt
 Encoded = tuple[list[int], list[int]]
 """Token ids, and a mask of the tokens to train on (empty for a prompt)."""
 
@@ -34,7 +45,7 @@ DatasetConfig = Section | Mapping[str, Any] | HasGet | None
 
 
 class TokenizedDataset(Dataset):
-    """RLHFDataset or SFTDataset: it reads files or rows, checks and tokenizes them.
+    """A dataset that reads files or rows, checks and tokenizes them.
 
     Attributes:
         bad_rows: place and reason of rows that were dropped (`data.max_bad_rows`).
@@ -128,6 +139,42 @@ class TokenizedDataset(Dataset):
             texts = [self._texts(example) for example in examples]
             check_round_trips(self.tokenizer, texts, [ids for ids, _ in encoded], stride, indices, rows.location)
             yield from zip(indices, encoded)
+
+
+class PromptDataset(TokenizedDataset):
+    """Prompts for training or for generation, in the column `prompt_key`."""
+
+    prompt_key: str
+
+    def _build_messages(self, example: dict[str, Any]) -> Any:
+        """The prompt of a row: messages or text."""
+        return read_prompt_column(example, self.prompt_key)
+
+    def _prompt(self, row: Mapping[str, Any], rows: Rows, index: int) -> Prompt:
+        """Messages if the prompt goes through the chat template, otherwise text."""
+        location = rows.location(index)
+        if type(self)._build_messages is not PromptDataset._build_messages:
+            row = copy.deepcopy(row)  # it may change the messages in place
+        messages = as_messages(self._build_messages(row))
+        media_prompt = self.media.read(row, messages, rows.folder(index), location) if self.media is not None else None
+        if media_prompt is not None:
+            return media_prompt
+        prompt = read_prompt(messages, self.config.prompt_format, self._has_template(), location)
+        return with_settings(prompt, row, location, self.tools)
+
+    def _encode(self, prompts: list[Prompt], location: Callable[[int], str]) -> list[Encoded]:
+        media = {i: self.media.token_ids(p) for i, p in enumerate(prompts) if isinstance(p, MediaPrompt)}
+        texts = [i for i, prompt in enumerate(prompts) if i not in media]
+        encoded = encode_prompts(
+            self.tokenizer,
+            [prompts[i] for i in texts],
+            lambda k: location(texts[k]),
+            chat_template=self.chat_template,
+            template_kwargs=self.config.apply_chat_template_kwargs,
+            tools=self.tools,
+        )
+        ids_by_index = media | dict(zip(texts, encoded))
+        return [(ids_by_index.get(i, []), []) for i in range(len(prompts))]
 
 
 def read_data_section(config: DatasetConfig, schema: type[Schema]) -> tuple[Any, str | None]:

@@ -30,7 +30,6 @@ from verl.data.tokenization import (
     truncate,
 )
 from verl.protocol import DataProto
-from verl.registry import did_you_mean
 from verl.tracking.formatting import format_line
 
 logger = logging.getLogger("verl.data")
@@ -307,7 +306,7 @@ class SFTDataset(TokenizedDataset):
 def find_sample_columns(rows: Rows, config: schema.SFTDataConfig) -> _Columns:
     """The columns named in the config, otherwise those with a common name. Raises ValueError if there are none."""
     if config.messages_key is not None:
-        return _Columns(messages=_require(rows, config.messages_key, "messages_key"))
+        return _Columns(messages=rows.check_column(config.messages_key, "messages_key"))
     has_names = config.prompt_key is not None or config.response_key is not None
     chat = next((name for name in CHATS if name in rows.columns), None)
     if not has_names and chat is not None:
@@ -320,15 +319,9 @@ def find_sample_columns(rows: Rows, config: schema.SFTDataConfig) -> _Columns:
     return _Columns(None, *paths)
 
 
-def _require(rows: Rows, name: str, key: str) -> str:
-    if name not in rows.columns:
-        raise ValueError(f"{rows.names}: no column {name!r} (data.{key}): {did_you_mean(name, rows.columns)}")
-    return name
-
-
 def _named_or_common(rows: Rows, name: str | None, key: str, common: tuple[str, ...]) -> str:
     if name is not None:
-        return _require(rows, name, key)
+        return rows.check_column(name, key)
     for candidate in common:
         if candidate in rows.columns:
             return candidate

@@ -16,7 +16,6 @@ from verl.data.files import DEFAULT_SOURCE, Rows, extra_info_column, read_rows
 from verl.data.forms import PROMPTS, TRUTHS, find_column
 from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
-from verl.registry import did_you_mean
 from verl.rewards.functions import ScoreFunction
 from verl.rewards.managers import BatchRewardManager, NaiveRewardManager
 from verl.rewards.outcome import BadOutcome, RewardError, Sample, read_outcome
@@ -69,16 +68,14 @@ class ScoredPrompt:
 def read_responses(paths: Sequence[str], data: EvalDataConfig) -> list[PromptWithResponses]:
     """Read prompts with their responses and check every row. Raises ValueError with file and row."""
     rows = read_rows(paths)
-    files = rows.names
     data = data.model_copy(update={"prompt_key": find_column(rows.columns, PROMPTS, data.prompt_key)})
     truth = data.reward_model_key
     truth = truth if truth in rows.columns else find_column(rows.columns, TRUTHS, TRUTHS[0])
     for key, column in {"prompt_key": data.prompt_key, "response_key": data.response_key}.items():
-        if column not in rows.columns:
-            raise ValueError(f"{files}: no column {column!r} (data.{key}): {did_you_mean(column, rows.columns)}")
+        rows.check_column(column, key)
     if truth not in rows.columns:
         raise ValueError(
-            f"{files}: no ground truth: expected a column {data.reward_model_key!r} ({{'ground_truth': ...}}; "
+            f"{rows.names}: no ground truth: expected a column {data.reward_model_key!r} ({{'ground_truth': ...}}; "
             f"data.reward_model_key) or a column 'answer'; found {', '.join(rows.columns)}"
         )
     seen: Counter[str] = Counter()
