@@ -19,7 +19,6 @@ from verl.config.public.upstream import upstream_defaults
 from verl.data.bad_rows import RepeatedRows, check_values
 from verl.data.columns import (
     NO_TRUTH,
-    check_columns,
     data_source,
     find_columns,
     other_columns,
@@ -141,7 +140,6 @@ class RLHFDataset(PromptDataset):
         rows = dataframe if isinstance(dataframe, Rows) else Rows([RowTable(dataframe)])
         self.config = find_columns(rows, self.config)
         self.prompt_key = self.config.prompt_key
-        check_columns(rows, self.config)
         self._extra_info = extra_info_column(rows)
         self._reward_columns = reward_columns(rows, self.config, media_columns(self.config) if self.media else ())
         self._other_columns = other_columns(rows, self._reward_columns)
@@ -254,7 +252,9 @@ class RLHFDataset(PromptDataset):
         count = rows_to_use(rows, self.max_samples)
         only = self._drop_bad_rows(rows, count, only)
         repeated = RepeatedRows() if strict_check_enabled() else None
-        for index, (ids, _) in self._tokenized_rows(rows, count, only, repeated):
+        for index, (ids, _) in self._tokenized_rows(rows, count, only):
+            if repeated is not None:
+                repeated.add(index, rows[index])
             if len(ids) > config.max_prompt_length:
                 overlong[index] = len(ids)
                 if config.filter_overlong_prompts or config.truncation == "error":

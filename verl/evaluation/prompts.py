@@ -138,12 +138,13 @@ def write_output(prompts: PromptSet, responses: list[list[str]], path: Path) -> 
 def _table(prompts: PromptSet, responses: list[list[str]], folder: Path) -> pa.Table:
     """The first rows, as many as there are responses. folder: of the output."""
     table, column = prompts.rows.to_table().slice(0, len(responses)), pa.array(responses, type=pa.list_(pa.string()))
-    for name in _media_column_names(prompts):
-        values = [prompts.rows[i][name] for i in range(len(responses))]
-        moved = [_relocate(prompts, i, name, value, folder) for i, value in enumerate(values)]
-        if moved != values:
+    rows = [prompts.rows[i] for i in range(len(responses))] if prompts.media is not None else []
+    moved = [_relocated(prompts, i, row, folder) for i, row in enumerate(rows)]
+    for name in moved[0] if moved else ():
+        values = [row[name] for row in moved]
+        if values != [row[name] for row in rows]:
             number = table.column_names.index(name)
-            table = table.set_column(number, name, pa.array(moved, type=table.schema.field(name).type))
+            table = table.set_column(number, name, pa.array(values, type=table.schema.field(name).type))
     if "data_source" not in table.column_names:  # the name that training gives the rows
         table = table.append_column("data_source", pa.array([prompts.rows.source(i) for i in range(len(responses))]))
     return table.append_column(RESPONSES, column)
@@ -151,9 +152,8 @@ def _table(prompts: PromptSet, responses: list[list[str]], folder: Path) -> pa.T
 
 def _lines(prompts: PromptSet, responses: list[list[str]], folder: Path | None) -> Iterator[str]:
     """folder: of the output; None: paths stay those of the input."""
-    names = _media_column_names(prompts) if folder is not None else ()
     for i, (row, texts) in enumerate(zip(prompts.rows, responses)):
-        moved = {name: _relocate(prompts, i, name, row[name], folder) for name in names}
+        moved = _relocated(prompts, i, row, folder) if folder is not None else {}
         try:
             row = {"data_source": prompts.rows.source(i), **row, **moved, RESPONSES: texts}
             yield json.dumps(row, ensure_ascii=False) + "\n"
@@ -164,13 +164,9 @@ def _lines(prompts: PromptSet, responses: list[list[str]], folder: Path | None) 
             ) from error
 
 
-def _media_column_names(prompts: PromptSet) -> list[str]:
-    """The columns that may have paths of images and videos."""
+def _relocated(prompts: PromptSet, index: int, row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The columns of a row that may have paths of images and videos, which start from the folder of the output."""
     if prompts.media is None:
-        return []
-    return [name for name in (*media_columns(prompts.media.data), prompts.prompt_key) if name in prompts.rows.columns]
-
-
-def _relocate(prompts: PromptSet, index: int, name: str, value: Any, folder: Path) -> Any:
-    """A value of a column with media, whose paths start from the folder of the output."""
-    return relocated(value, prompts.rows.folder(index), folder, is_source=name != prompts.prompt_key)
+        return {}
+    columns, start = (*media_columns(prompts.config), prompts.prompt_key), prompts.rows.folder(index)
+    return {name: relocated(row[name], start, folder, name != prompts.prompt_key) for name in columns if name in row}
