@@ -1,13 +1,14 @@
 """`verl data inspect` and `verl rewards test`."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from verl.cli.app import app
 from verl.data.files import read_rows
-from verl.evaluation.prompts import PromptSet, write_output
+from verl.evaluation.prompts import write_output
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_a_custom_reward_gets_columns_and_its_fault_is_named(run, tmp_path):
 def test_generated_rows_keep_the_data_source_of_training(tmp_path):
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "test.jsonl").write_text('{"prompt": "2+3?", "answer": "5"}\n')
-    prompts = PromptSet(read_rows(tmp_path / "my" / "test.jsonl"), [[1]], None, "prompt")
+    prompts = SimpleNamespace(rows=read_rows(tmp_path / "my" / "test.jsonl"), prompt_ids=[[1]], media=None)
     for name in ("out.jsonl", "out.parquet"):
         write_output(prompts, [["5"]], tmp_path / name)
         assert [row["data_source"] for row in read_rows(tmp_path / name)] == ["my"]

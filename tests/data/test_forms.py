@@ -10,7 +10,7 @@ from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.data.forms import as_messages, read_prompt_column
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
-from verl.evaluation.prompts import read_prompts
+from verl.evaluation.prompts import PromptSet
 from verl.evaluation.score import read_responses
 
 PAGE = Path(__file__).parents[2] / "docs" / "data_format.md"
@@ -145,7 +145,7 @@ def test_generation_reads_it(form, path, chat_tokenizer):
     row, truth, _ = FORMS[form]
     chat_tokenizer.chat_template = TOOLS_FIRST + chat_tokenizer.chat_template.removeprefix(TOOLS_FIRST)
     config = GenerationConfig.model_validate({"data": {"path": [path(row)]}})
-    found = outcome(lambda: chat_tokenizer.decode(read_prompts(config, chat_tokenizer).prompt_ids[0]))
+    found = outcome(lambda: chat_tokenizer.decode(PromptSet(config, chat_tokenizer).prompt_ids[0]))
     assert CHAT[1:] in found if truth is CHAT else "What is" in found and not found.startswith("!")
 
 

@@ -95,12 +95,12 @@ def test_the_real_gsm8k(fake, gsm8k_folder):
 
 def test_math_has_the_last_box_as_ground_truth():
     row = {"problem": "1/2?", "solution": "Not \\boxed{3}, it is \\boxed{\\frac{1}{2}}."}
-    found = KNOWN[MATH].convert(row, "train", 7)
+    found = KNOWN[MATH](row, "train", 7)
     assert found["reward_model"]["ground_truth"] == "\\frac{1}{2}"
     assert found["prompt"][0]["content"] == "1/2?\nReason step by step. Put the final answer in \\boxed{}."
     assert (found["data_source"], found["extra_info"]) == (MATH, {"split": "train", "index": 7})
     with pytest.raises(ValueError, match=r"a solution with \\boxed"):
-        KNOWN[MATH].convert({"problem": "x", "solution": "none"}, "train", 0)
+        KNOWN[MATH]({"problem": "x", "solution": "none"}, "train", 0)
 
 
 def test_another_dataset_is_read_as_it_is(fake):

@@ -25,7 +25,7 @@ from verl.data.media_files import media_digest
 from verl.data.mixture import Mixture
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset, collate_sft
-from verl.evaluation.prompts import read_prompts
+from verl.evaluation.prompts import PromptSet
 from verl.protocol import DataProto
 from verl.single_controller.remote_batch import dumps, loads
 from verl.trainer.state.saved_state import load_state, save_state
@@ -446,10 +446,10 @@ def test_prompts_of_offline_generation(models, tmp_path):
     config = GenerationConfig.model_validate(
         {"data": {"path": [str(path)], "output_path": str(tmp_path / "out.jsonl")}, "model": {"path": "x"}}
     )
-    prompts = read_prompts(config, *models())
+    prompts = PromptSet(config, *models())
     columns = prompts.columns([0, 1])
     assert columns["uid"] == ["0", "1"] and columns["multi_modal_inputs"][1] is None
     assert columns["multi_modal_inputs"][0]["image_grid_thw"].tolist() == [[1, 6, 4]]
     (tmp_path / "a.png").write_bytes(b"")
     with pytest.raises(ValueError, match=r"a.jsonl, line 1, image 0 \(a.png\): .*0 bytes"):
-        read_prompts(config, *models())
+        PromptSet(config, *models())

@@ -74,7 +74,7 @@ def show(
     """Print the configuration that a file and overrides give."""
     from verl.cli.config.show import show as print_config
 
-    raise typer.Exit(print_config(file, overrides or [], program, changed))
+    print_config(file, overrides or [], program, changed)
 
 
 @config.command("diff")

@@ -30,7 +30,7 @@ def _run(command: Any, path: str, overrides: list[str] | None) -> None:
     """Call a command with the configuration and the rows; prints the bad rows that it returns."""
     from verl.config.load import read_config
     from verl.config.schema import Config
-    from verl.data.columns import check_columns, find_columns
+    from verl.data.columns import find_columns
     from verl.data.files import read_rows
     from verl.trainer.startup.command_line import user_errors
     from verl.utils.log import setup_logging
@@ -40,7 +40,6 @@ def _run(command: Any, path: str, overrides: list[str] | None) -> None:
         config = read_config(None, [f"data.train_files={path}", *(overrides or [])], schema=Config).config
         rows = read_rows(config.data.train_files)
         section = find_columns(rows, config.data)
-        check_columns(rows, section)
         bad = command(config.model_copy(update={"data": section}), rows)
     _print(f"bad rows: {len(bad):,} of {len(rows):,}", *bad[:5], sep="\n  ")
     raise typer.Exit(bool(bad))

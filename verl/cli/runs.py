@@ -24,8 +24,6 @@ def _default(context: typer.Context) -> None:
 @runs.command("list")
 def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None:
     """List the runs of a folder, the newest first."""
-    from rich.table import Table
-
     from verl.tracking.formatting import format_duration
     from verl.tracking.runs import open_run, run_folders
     from verl.trainer.startup.command_line import user_errors
@@ -40,11 +38,9 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
             err=True,
         )
         raise typer.Exit(1)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("run", "algorithm", "model", "steps", "reward", "best", "validation", "best", "state", "age"):
-        table.add_column(
-            column, overflow="fold", no_wrap=column != "run", justify="right" if column in _NUMBERS else "left"
-        )
+    table = _table("run", "algorithm", "model", "steps", "reward", "best", "validation", "best", "state", "age")
+    for column in table.columns:
+        column.no_wrap, column.justify = column.header != "run", "right" if column.header in _NUMBERS else "left"
     for run in records:
         total = run.about.get("total_steps")
         name = str(run.folder.relative_to(folder)) if run.folder != folder else run.name
@@ -68,8 +64,6 @@ def compare_runs(
 
     The tables list the settings that differ, and the first, last and best value of each metric in the plot.
     """
-    from rich.table import Table
-
     from verl.tracking.curves import save_comparison
     from verl.tracking.formatting import format_duration
     from verl.tracking.runs import differing_settings, labels, open_run, short_names
@@ -81,9 +75,7 @@ def compare_runs(
             raise ValueError("expected the folders of two or more runs, found one: verl runs compare A B")
         plot = save_comparison(records, out, metric)
     names = [console_text(name) for name in short_names(records)]
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("setting", *names):
-        table.add_column(column, overflow="fold")
+    table = _table("setting", *names)
     for key, values in differing_settings(records).items():
         table.add_row(console_text(key), *("-" if value is None else console_text(str(value)) for value in values))
     if table.row_count:
@@ -92,9 +84,7 @@ def compare_runs(
         typer.echo(
             "no setting differs" if all(run.config for run in records) else "no configuration: a run has no run.json"
         )
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("first -> last (best)", *names):
-        table.add_column(column, overflow="fold")
+    table = _table("first -> last (best)", *names)
     for name in metric or _shown_metrics(records):
         table.add_row(console_text(name), *(_range(name, run.metrics.get(name)) for run in records))
     table.add_row("steps", *(str(run.steps) for run in records))
@@ -142,6 +132,13 @@ _NUMBERS = ("steps", "reward", "best", "validation")
 
 #: characters of a table whose cells may be folded, where there is no terminal
 _WIDEST = 120
+
+
+def _table(*columns: str) -> Any:
+    from rich.table import Column, Table
+
+    headings = [Column(column, overflow="fold") for column in columns]
+    return Table(*headings, box=None, header_style="bold", pad_edge=False)
 
 
 def _print(table: Any, widest: int = 10_000) -> None:

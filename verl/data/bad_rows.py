@@ -44,22 +44,18 @@ def parse_json(text: str, location: str, expected: str) -> Any:
         raise ValueError(f"{location}: expected {expected}: {reason} at {line}character {error.colno}") from error
     except RecursionError:
         raise ValueError(f"{location}: expected {expected}, found values nested more than {_DEEPEST} deep") from None
-    except _RepeatedKeyError as error:
+    except LookupError as error:  # raised by _unique_keys()
         raise ValueError(f"{location}: expected {expected}: {error}") from error
     except ValueError:  # raised by int()
         limit = f"{sys.get_int_max_str_digits():,}"
         raise ValueError(f"{location}: expected {expected}, found an integer of more than {limit} digits") from None
 
 
-class _RepeatedKeyError(ValueError):
-    """An object with a key twice."""
-
-
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise _RepeatedKeyError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
+        raise LookupError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
     return mapping
 
 

@@ -9,15 +9,12 @@ from verl.config import schema
 from verl.data.files import Rows
 from verl.data.forms import PROMPTS, TRUTHS, find_column, note_columns
 from verl.data.tokenization import check_encodable
-from verl.registry import did_you_mean
 
 logger = logging.getLogger("verl.data")
 
 NO_TRUTH = {"style": "none", "ground_truth": None}
 """The `reward_model` of a row without ground truth."""
 _DEFAULTS = schema.DataConfig()
-PROMPT_KEY = _DEFAULTS.prompt_key
-GROUND_TRUTH_KEY = _DEFAULTS.ground_truth_key
 #: settings that name a column -> what it is for; the rows need those that are not the default, and the prompt
 _PURPOSES = {
     "prompt_key": " for the prompt",
@@ -32,24 +29,23 @@ def find_columns(rows: Rows, config: schema.DataConfig) -> schema.DataConfig:
     """The section with the usual names of `verl.data.forms`, where rows have these columns and not the default ones.
 
     A column that the user has set is not replaced. What was used is logged.
+
+    Raises:
+        ValueError: the rows lack a column that the settings name: prompt, media, ground truth or reward key.
     """
     columns = {"prompt_key": find_column(rows.columns, PROMPTS, config.prompt_key)}
     if "reward_model" not in rows.columns:
         columns["ground_truth_key"] = find_column(rows.columns, TRUTHS, config.ground_truth_key)
-    if all(config[key] == column for key, column in columns.items()) and "choices" not in rows.columns:
-        return config
-    named = {"prompt_key": "prompt", "ground_truth_key": "ground truth"}
-    note_columns(rows.names, rows.columns, {named[key]: name for key, name in columns.items() if name in rows.columns})
-    return config.model_copy(update=columns)
-
-
-def check_columns(rows: Rows, config: schema.DataConfig) -> None:
-    """Raise ValueError if the rows lack a column that the settings name: prompt, media, ground truth or reward key."""
+    if any(config[key] != column for key, column in columns.items()) or "choices" in rows.columns:
+        named = {"prompt_key": "prompt", "ground_truth_key": "ground truth"}
+        used = {named[key]: name for key, name in columns.items() if name in rows.columns}
+        note_columns(rows.names, rows.columns, used)
+        config = config.model_copy(update=columns)
     for name, purpose in _PURPOSES.items():
         key = config[name]
-        if key not in rows.columns and (name == "prompt_key" or key != _DEFAULTS[name]):
-            fix = did_you_mean(key, rows.columns)
-            raise ValueError(f"{rows.names}: no column {key!r}{purpose} (data.{name}): {fix}")
+        if name == "prompt_key" or key != _DEFAULTS[name]:
+            rows.check_column(key, name, purpose)
+    return config
 
 
 def reward_columns(rows: Rows, config: schema.DataConfig, media: Sequence[str] = ()) -> list[str]:
@@ -89,7 +85,7 @@ def reward_model(row: Mapping[str, Any], location: str, ground_truth_key: str) -
     """The `reward_model` entry of a row. Raises ValueError if a row of a file with ground truths has none."""
     if "reward_model" not in row and ground_truth_key not in row:
         return dict(NO_TRUTH)
-    if "reward_model" in row and ground_truth_key == GROUND_TRUTH_KEY:  # another column was chosen by the user
+    if "reward_model" in row and ground_truth_key == _DEFAULTS.ground_truth_key:  # the user has chosen no other column
         value, column = row["reward_model"], "reward_model"
         if not isinstance(value, Mapping):
             raise ValueError(f'{location}: expected reward_model {{"ground_truth": ...}}, found {value!r}')

@@ -1,5 +1,6 @@
-"""The base class of RLHFDataset and SFTDataset: files or rows, checked and tokenized in chunks."""
+"""The base classes of datasets of prompts and of samples: files or rows, checked and tokenized in chunks."""
 
+import copy
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -12,14 +13,20 @@ from torch.utils.data import Dataset
 
 from verl.config.fields import Schema, Section
 from verl.config.load import load_section
-from verl.data.bad_rows import RepeatedRows, usable_rows
+from verl.data.bad_rows import usable_rows
 from verl.data.files import Rows, file_list, fingerprint, rows_in_memory
+from verl.data.forms import as_messages, read_prompt_column
 from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts, rows_to_decode
 from verl.data.media_files import media_digest
-from verl.data.tokenization import CHUNK, ROUND_TRIPS, check_round_trips, prepare_tokenizer
+from verl.data.messages import with_settings
+from verl.data.tokenization import check_tokenizer, encode_prompts, prepare_tokenizer, read_prompt
 
 logger = logging.getLogger("verl.data")
 
+_CHUNK = 1024  # rows tokenized at a time
+_ROUND_TRIPS = 1000  # evenly spaced rows of a dataset that are decoded again, to check that no text is lost
+
+Prompt = str | list[dict[str, Any]] | MediaPrompt
 Encoded = tuple[list[int], list[int]]
 """Token ids, and a mask of the tokens to train on (empty for a prompt)."""
 
@@ -34,7 +41,7 @@ DatasetConfig = Section | Mapping[str, Any] | HasGet | None
 
 
 class TokenizedDataset(Dataset):
-    """RLHFDataset or SFTDataset: it reads files or rows, checks and tokenizes them.
+    """A dataset that reads files or rows, checks and tokenizes them.
 
     Attributes:
         bad_rows: place and reason of rows that were dropped (`data.max_bad_rows`).
@@ -109,25 +116,62 @@ class TokenizedDataset(Dataset):
             only, self.bad_rows = usable_rows(rows, checked, partial(self._check_fully, rows), limit)
         return only
 
-    def _tokenized_rows(
-        self, rows: Rows, count: int, only: Collection[int] | None, repeated: RepeatedRows | None = None
-    ) -> Iterator[tuple[int, Encoded]]:
+    def _tokenized_rows(self, rows: Rows, count: int, only: Collection[int] | None) -> Iterator[tuple[int, Encoded]]:
         """Check and tokenize the first `count` rows, or `only` some, in chunks; yields row numbers and token ids.
 
-        On a sample of the rows, it is checked that the tokenizer loses no text. repeated: gets every row.
+        On a sample of the rows, and on those with an unknown token, it is checked that the tokenizer loses no text.
         """
-        stride, decoded = max(count // ROUND_TRIPS, 1), rows_to_decode(count)
+        stride, decoded = max(count // _ROUND_TRIPS, 1), rows_to_decode(count)
+        unknown = self.tokenizer.unk_token_id
         remaining = itertools.islice(enumerate(rows), count) if only is None else ((i, rows[i]) for i in sorted(only))
-        while chunk := list(itertools.islice(remaining, CHUNK)):
-            indices, examples = [index for index, _ in chunk], []
-            for index, row in chunk:
-                if repeated is not None:
-                    repeated.add(index, row)
-                examples.append(self._check_and_decode(row, rows, index, decoded))
+        while chunk := list(itertools.islice(remaining, _CHUNK)):
+            indices = [index for index, _ in chunk]
+            examples = [self._check_and_decode(row, rows, index, decoded) for index, row in chunk]
             encoded = self._encode(examples, lambda i, indices=indices: rows.location(indices[i]))
-            texts = [self._texts(example) for example in examples]
-            check_round_trips(self.tokenizer, texts, [ids for ids, _ in encoded], stride, indices, rows.location)
+            texts = [
+                (index, text)
+                for index, example, (ids, _) in zip(indices, examples, encoded)
+                if index % stride == 0 or (unknown is not None and unknown in ids)
+                for text in self._texts(example)
+            ]
+            check_tokenizer(self.tokenizer, [t for _, t in texts], lambda i, texts=texts: rows.location(texts[i][0]))
             yield from zip(indices, encoded)
+
+
+class PromptDataset(TokenizedDataset):
+    """Prompts for training or for generation, in the column `prompt_key`."""
+
+    prompt_key: str
+
+    def _build_messages(self, example: dict[str, Any]) -> Any:
+        """The prompt of a row: messages or text."""
+        return read_prompt_column(example, self.prompt_key)
+
+    def _prompt(self, row: Mapping[str, Any], rows: Rows, index: int) -> Prompt:
+        """Messages if the prompt goes through the chat template, otherwise text."""
+        location = rows.location(index)
+        if type(self)._build_messages is not PromptDataset._build_messages:
+            row = copy.deepcopy(row)  # it may change the messages in place
+        messages = as_messages(self._build_messages(row))
+        media_prompt = self.media.read(row, messages, rows.folder(index), location) if self.media is not None else None
+        if media_prompt is not None:
+            return media_prompt
+        prompt = read_prompt(messages, self.config.prompt_format, self._has_template(), location)
+        return with_settings(prompt, row, location, self.tools)
+
+    def _encode(self, prompts: list[Prompt], location: Callable[[int], str]) -> list[Encoded]:
+        media = {i: self.media.token_ids(p) for i, p in enumerate(prompts) if isinstance(p, MediaPrompt)}
+        texts = [i for i, prompt in enumerate(prompts) if i not in media]
+        encoded = encode_prompts(
+            self.tokenizer,
+            [prompts[i] for i in texts],
+            lambda k: location(texts[k]),
+            chat_template=self.chat_template,
+            template_kwargs=self.config.apply_chat_template_kwargs,
+            tools=self.tools,
+        )
+        ids_by_index = media | dict(zip(texts, encoded))
+        return [(ids_by_index.get(i, []), []) for i in range(len(prompts))]
 
 
 def read_data_section(config: DatasetConfig, schema: type[Schema]) -> tuple[Any, str | None]:

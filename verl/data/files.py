@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from verl.data.readers import File, RowTable, count_rows, open_file
+from verl.registry import did_you_mean
 from verl.utils.data_names import SUFFIXES, DataName, is_data_file
 from verl.utils.paths import expanded
 
@@ -72,6 +73,13 @@ class Rows(Sequence):
     def names(self) -> str:
         """The paths of all files, for errors."""
         return ", ".join(str(file.path) for file in self.files)
+
+    def check_column(self, column: str, key: str, purpose: str = "") -> str:
+        """The name of a column, which the setting data.`key` has. Raises ValueError if there is no such column."""
+        if column not in self.columns:
+            fix = did_you_mean(column, self.columns)
+            raise ValueError(f"{self.names}: no column {column!r}{purpose} (data.{key}): {fix}")
+        return column
 
     def source(self, row: int) -> str:
         """The data source of a row that names none: the name of its file or dataset."""

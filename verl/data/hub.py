@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from verl.data.known import KNOWN
+from verl.data.known import CONFIGS, KNOWN
 from verl.data.readers import RowTable
 from verl.utils.data_names import DataName, source_name
 from verl.utils.paths import expanded, resolved
@@ -51,8 +51,8 @@ def open_dataset(entry: str | Path) -> RowTable:
             or split.
     """
     requested = DataName.parse(entry)
-    known = KNOWN.get(requested.path)
-    name = DataName(requested.path, requested.config or (known.config if known else None), requested.split or "train")
+    config = requested.config or CONFIGS.get(requested.path)
+    name = DataName(requested.path, config, requested.split or "train")
     library = _library(name)
     if not name.is_folder:
         _check_reachable(name)
@@ -63,9 +63,9 @@ def open_dataset(entry: str | Path) -> RowTable:
         hint = f" (read from the folder {resolved(name.path)}, not from the hub)" if name.is_folder else ""
         raise ValueError(f"{name}: the dataset cannot be loaded{hint}: {type(error).__name__}: {error}") from error
     rows = _with_stored_images(library, rows)
-    if known:
+    if convert := KNOWN.get(name.path):
         logger.info("%s: prompt and ground truth as examples/data_preprocess makes them", name)
-        rows = _Converted(rows, known.convert, name)
+        rows = _Converted(rows, convert, name)
     return RowTable(rows, name=str(name), source=source_name(entry))
 
 

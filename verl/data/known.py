@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,20 +16,6 @@ GEO3K_INSTRUCTION = "Reason step by step between <think> and </think>. After tha
 MATH = "DigitalLearningGmbH/MATH-lighteval"
 MATH_500 = "HuggingFaceH4/MATH-500"
 MATH_INSTRUCTION = "Reason step by step. Put the final answer in \\boxed{}."
-
-
-@dataclass(frozen=True)
-class KnownDataset:
-    """Loading and conversion of a hub dataset.
-
-    Attributes:
-        convert: (row, split, index) -> a row with prompt, data_source, ability, reward_model and extra_info. Raises
-            ValueError for a row that has another form.
-        config: the configuration that is loaded if none is given.
-    """
-
-    convert: Callable[[Mapping[str, Any], str, int], dict[str, Any]]
-    config: str | None = None
 
 
 def final_number(solution: str) -> str:
@@ -90,10 +75,15 @@ def geo3k_row(row: Mapping[str, Any], split: str, index: int) -> dict[str, Any]:
     return _row(GEO3K, problem, GEO3K_INSTRUCTION, truth, info) | {"images": images}
 
 
-KNOWN: dict[str, KnownDataset] = {
-    GSM8K: KnownDataset(gsm8k_row, config="main"),
-    GEO3K: KnownDataset(geo3k_row),
-    MATH: KnownDataset(partial(_math_row, MATH)),
-    MATH_500: KnownDataset(partial(_math_row, MATH_500)),
+KNOWN: dict[str, Callable[[Mapping[str, Any], str, int], dict[str, Any]]] = {
+    GSM8K: gsm8k_row,
+    GEO3K: geo3k_row,
+    MATH: partial(_math_row, MATH),
+    MATH_500: partial(_math_row, MATH_500),
 }
-"""Name on the hub -> its conversion. Other datasets are read as they are."""
+"""Name on the hub -> (row, split, index) -> a row with prompt, data_source, ability, reward_model and extra_info.
+
+Raises ValueError for a row that has another form. Other datasets are read as they are.
+"""
+CONFIGS = {GSM8K: "main"}
+"""Name on the hub -> the configuration that is loaded if none is given."""

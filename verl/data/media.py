@@ -127,9 +127,11 @@ class MediaReader:
         keys = {"image": self.data.image_key, "video": self.data.video_key}
         entries = {modality: _as_list(row.get(key)) for modality, key in keys.items()}
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        self._check_texts(messages, location)
+        parts = _content_parts(messages)
+        self._check_texts(parts, location)
         is_chat = isinstance(messages, Sequence | np.ndarray)
-        if not is_chat or not (any(entries.values()) or _has_parts(messages)):
+        has_parts = any(isinstance(part, Mapping) and part.get("type", "image") != "text" for part in parts)
+        if not is_chat or not (any(entries.values()) or has_parts):
             self._check_no_placeholders(row, keys, messages, location)
             return None
         sources: dict[str, list[Any]] = {"image": [], "video": []}
@@ -155,11 +157,8 @@ class MediaReader:
         if limit is not None and count > limit:
             raise MediaError(f"{location}: expected at most {limit} images (data.max_images_per_prompt), found {count}")
 
-    def _check_texts(self, messages: Any, location: str) -> None:
+    def _check_texts(self, parts: Sequence[Any], location: str) -> None:
         """Raise MediaError if a text has a token of the model that stands for an image or video."""
-        chat = messages if isinstance(messages, Sequence | np.ndarray) else ()
-        contents = [message.get("content") for message in chat if isinstance(message, Mapping)]
-        parts = [part for content in contents for part in _as_list(content)]
         texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
         for text in texts:
             if isinstance(text, str) and (match := self._media_token.search(text)):
@@ -369,10 +368,7 @@ def first_and_spread(count: int, number: int) -> set[int]:
 
 def note_unused_media_keys(data: schema.MediaSection, processor: Any) -> None:
     """Warn of settings of images that are set for a text-only model."""
-    fields = schema.MediaSection.model_fields
-    changed = [
-        name for name, field in fields.items() if getattr(data, name) != field.get_default(call_default_factory=True)
-    ]
+    changed = [name for name, _ in data.__repr_args__() if name in schema.MediaSection.model_fields]
     if processor is None and changed:
         logger.warning("no effect, because the model reads no images: %s", ", ".join(f"data.{n}" for n in changed))
 
@@ -433,11 +429,11 @@ def _content_part(part: Any, location: str) -> dict[str, Any]:
     return {"type": modality, "source": source} if inline else {"type": modality}
 
 
-def _has_parts(messages: Sequence[Any]) -> bool:
-    """Whether the content of a message is a list with an image or video."""
-    contents = [m.get("content") for m in messages if isinstance(m, Mapping)]
-    parts = [p for c in contents if c is not None and not isinstance(c, str) for p in _as_list(c)]
-    return any(isinstance(p, Mapping) and p.get("type", "image") != "text" for p in parts)
+def _content_parts(messages: Any) -> list[Any]:
+    """The parts of the contents of all messages; a text is one part."""
+    chat = messages if isinstance(messages, Sequence | np.ndarray) else ()
+    contents = [message.get("content") for message in chat if isinstance(message, Mapping)]
+    return [part for content in contents for part in _as_list(content)]
 
 
 def _texts(content: Any) -> list[str]:

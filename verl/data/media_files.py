@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,11 @@ def media_digest(rows: Rows, columns: tuple[str, ...]) -> str | None:
     """
     digest, has_files = hashlib.sha256(), False
     for index in range(0, len(rows), 1 + len(rows) // _ROWS):
-        row, folder = rows[index], rows.folder(index)
-        for path in (folder / text for column in columns for text in _texts(row.get(column))):
-            if _is_file(path):
+        row, texts = rows[index], []
+        _with_texts([row.get(column) for column in columns], lambda text, _, texts=texts: texts.append(text))
+        for text in (text.removeprefix("file://") for text in texts):
+            path = rows.folder(index) / text
+            if not text.startswith(("data:", "http://", "https://")) and _is_file(path):
                 has_files = True
                 digest.update(_file_digest(path))
     return digest.hexdigest() if has_files else None
@@ -45,34 +47,26 @@ def relocated(value: Any, folder: Path, target: Path, is_source: bool = True) ->
         target: where those of the result start. Paths that are absolute, and texts that are no file, are kept.
         is_source: whether `value` itself may be a path; false for a column of prompts.
     """
+
+    def moved(text: str, key: str) -> str:
+        is_path = key != "content" if key else is_source
+        is_relative = is_path and not text.startswith(("data:", "http://", "https://", "file://", "~"))
+        is_moved = is_relative and not Path(text).is_absolute() and _is_file(folder / text)
+        return os.path.relpath(resolved(folder) / text, resolved(target)) if is_moved else text
+
+    return _with_texts(value, moved)
+
+
+def _with_texts(value: Any, convert: Callable[[str, str], str], key: str = "") -> Any:
+    """A value of a row in which every text that may be a path is `convert(text, key)`. key: of the text in a dict."""
     if isinstance(value, str):
-        is_relative = is_source and not value.startswith(("data:", "http://", "https://", "file://", "~"))
-        path = folder / value
-        is_moved = is_relative and not Path(value).is_absolute() and _is_file(path)
-        return os.path.relpath(resolved(folder) / value, resolved(target)) if is_moved else value
+        return convert(value, key)
     if isinstance(value, Mapping):
-        if value.get("bytes") is not None:
-            return value
-        new = {key: relocated(value[key], folder, target, key != "content") for key in _KEYS if key in value}
-        return {**value, **new}
+        is_path = value.get("bytes") is None
+        return {**value, **{k: _with_texts(value[k], convert, k) for k in _KEYS if k in value and is_path}}
     if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object):
-        return [relocated(each, folder, target, is_source) for each in value]
+        return [_with_texts(each, convert, key) for each in value]
     return value
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """The texts of a media column or of messages that may be paths."""
-    if isinstance(value, str):
-        text = value.removeprefix("file://")
-        if not text.startswith(("data:", "http://", "https://")):
-            yield text
-    elif isinstance(value, Mapping):
-        if value.get("bytes") is None:
-            for key in _KEYS:
-                yield from _texts(value.get(key))
-    elif isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object):
-        for each in value:
-            yield from _texts(each)
 
 
 def _is_file(path: Path) -> bool:

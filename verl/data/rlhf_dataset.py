@@ -1,7 +1,6 @@
 """Prompts for RL: read, checked and tokenized once, before any model is loaded."""
 
 import array
-import copy
 import inspect
 import logging
 import time
@@ -20,7 +19,6 @@ from verl.config.public.upstream import upstream_defaults
 from verl.data.bad_rows import RepeatedRows, check_values
 from verl.data.columns import (
     NO_TRUTH,
-    check_columns,
     data_source,
     find_columns,
     other_columns,
@@ -28,19 +26,16 @@ from verl.data.columns import (
     reward_info,
     reward_model,
 )
-from verl.data.dataset import DatasetConfig, Encoded, TokenizedDataset, describe_overlong, rows_to_use
+from verl.data.dataset import DatasetConfig, Prompt, PromptDataset, describe_overlong, rows_to_use
 from verl.data.files import Rows, extra_info_column, is_streamed, read_rows
-from verl.data.forms import as_messages, read_prompt_column
 from verl.data.media import MediaPrompt, first_and_spread, media_columns
 from verl.data.media_source import FEWER_IMAGE_TOKENS
-from verl.data.messages import with_settings
 from verl.data.readers import RowTable
-from verl.data.tokenization import TokenTable, encode_prompts, read_prompt, refuse_media, truncate
+from verl.data.tokenization import TokenTable, refuse_media, truncate
 from verl.registry import load_object
 
 logger = logging.getLogger("verl.data")
 
-Prompt = str | list[dict[str, Any]] | MediaPrompt
 _CHECKED = 1024  # rows at the start of the data that are checked before training, and as many evenly spaced
 
 
@@ -70,7 +65,7 @@ class LazyPrompts:
         return self._tokenize(self.rows, item)
 
 
-class RLHFDataset(TokenizedDataset):
+class RLHFDataset(PromptDataset):
     """Prompts of data files; one item per usable row.
 
     A row has a prompt (column `prompt_key`: chat messages or text) and what its reward needs: the columns
@@ -145,7 +140,6 @@ class RLHFDataset(TokenizedDataset):
         rows = dataframe if isinstance(dataframe, Rows) else Rows([RowTable(dataframe)])
         self.config = find_columns(rows, self.config)
         self.prompt_key = self.config.prompt_key
-        check_columns(rows, self.config)
         self._extra_info = extra_info_column(rows)
         self._reward_columns = reward_columns(rows, self.config, media_columns(self.config) if self.media else ())
         self._other_columns = other_columns(rows, self._reward_columns)
@@ -202,10 +196,6 @@ class RLHFDataset(TokenizedDataset):
             )
         return truncate(ids, config.max_prompt_length, config.truncation)
 
-    def _build_messages(self, example: dict[str, Any]) -> Any:
-        """The prompt of a row: messages or text."""
-        return read_prompt_column(example, self.prompt_key)
-
     def __len__(self) -> int:
         return len(self.dataframe)
 
@@ -227,7 +217,7 @@ class RLHFDataset(TokenizedDataset):
     def __getitem__(self, item: int) -> dict[str, Any]:
         self._ensure_tokenized()
         row, location = self.dataframe[item], self.dataframe.location(item)
-        prompt = self._prompt(row, location, self.dataframe.folder(item))
+        prompt = self._prompt(row, self.dataframe, item)
         fields = {name: row[name] for name in self._other_columns} | {
             "prompt_ids": self._prompt_ids[item],
             "data_source": data_source(row, self.dataframe, item, self.config.reward_fn_key),
@@ -251,21 +241,10 @@ class RLHFDataset(TokenizedDataset):
         """The text of a prompt as the model reads it, with special tokens, and lines about its images and videos."""
         self._ensure_tokenized()
         ids, rows = self._prompt_ids[item], self.dataframe
-        prompt = self._prompt(rows[item], rows.location(item), rows.folder(item))
+        prompt = self._prompt(rows[item], rows, item)
         if not isinstance(prompt, MediaPrompt):
             return self.tokenizer.decode(ids), []
         return self.tokenizer.decode(self.media.process(prompt)["raw_prompt_ids"]), prompt.describe()
-
-    def _prompt(self, row: Mapping[str, Any], location: str, folder: Path) -> Prompt:
-        """Messages if the prompt goes through the chat template, otherwise text."""
-        if type(self)._build_messages is not RLHFDataset._build_messages:
-            row = copy.deepcopy(row)  # it may change the messages in place
-        messages = as_messages(self._build_messages(row))
-        media_prompt = self.media.read(row, messages, folder, location) if self.media is not None else None
-        if media_prompt is not None:
-            return media_prompt
-        prompt = read_prompt(messages, self.config.prompt_format, self._has_template(), location)
-        return with_settings(prompt, row, location, self.tools)
 
     def _tokenize(self, rows: Rows, only: Collection[int] | None = None) -> array.array:
         """Check the rows, or `only` some, and tokenize their prompts. Returns the indices of those that fit."""
@@ -273,13 +252,15 @@ class RLHFDataset(TokenizedDataset):
         count = rows_to_use(rows, self.max_samples)
         only = self._drop_bad_rows(rows, count, only)
         repeated = RepeatedRows() if strict_check_enabled() else None
-        for index, (ids, _) in self._tokenized_rows(rows, count, only, repeated):
+        for index, (ids, _) in self._tokenized_rows(rows, count, only):
+            if repeated is not None:
+                repeated.add(index, rows[index])
             if len(ids) > config.max_prompt_length:
                 overlong[index] = len(ids)
                 if config.filter_overlong_prompts or config.truncation == "error":
                     continue
                 if self.media is not None:
-                    self._truncated(self._prompt(rows[index], rows.location(index), rows.folder(index)), ids)
+                    self._truncated(self._prompt(rows[index], rows, index), ids)
                 ids = truncate(ids, config.max_prompt_length, config.truncation)
             kept.append(index)
             self._prompt_ids.append(ids)
@@ -297,21 +278,7 @@ class RLHFDataset(TokenizedDataset):
         data_source(row, rows, index, self.config.reward_fn_key)
         if not isinstance(extra := row.get(self._extra_info) or {}, Mapping):
             raise ValueError(f"{location}: expected a dict in column {self._extra_info!r}, found {extra!r}")
-        return self._prompt(row, location, rows.folder(index))
-
-    def _encode(self, prompts: list[Prompt], location: Callable[[int], str]) -> list[Encoded]:
-        media = {i: self.media.token_ids(p) for i, p in enumerate(prompts) if isinstance(p, MediaPrompt)}
-        texts = [i for i, prompt in enumerate(prompts) if i not in media]
-        encoded = encode_prompts(
-            self.tokenizer,
-            [prompts[i] for i in texts],
-            lambda k: location(texts[k]),
-            chat_template=self.chat_template,
-            template_kwargs=self.config.apply_chat_template_kwargs,
-            tools=self.tools,
-        )
-        ids_by_index = media | dict(zip(texts, encoded))
-        return [(ids_by_index.get(i, []), []) for i in range(len(prompts))]
+        return self._prompt(row, rows, index)
 
     def _report_overlong(self, overlong: dict[int, int], rows: Rows, count: int, any_kept: bool) -> None:
         config = self.config

@@ -30,7 +30,6 @@ from verl.data.tokenization import (
     truncate,
 )
 from verl.protocol import DataProto
-from verl.registry import did_you_mean
 from verl.tracking.formatting import format_line
 
 logger = logging.getLogger("verl.data")
@@ -136,7 +135,7 @@ class SFTDataset(TokenizedDataset):
         return self._ids.longest
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        entry = item if self._entries is None else self._entry(item)
+        entry = self._entry(item)
         ids, mask = self._ids[entry], self._mask[entry]
         first = mask.index(1)
         fields = {
@@ -152,13 +151,15 @@ class SFTDataset(TokenizedDataset):
 
     def describe(self, item: int) -> str:
         """The text of an item as the model reads it, with [train> and <train] around the tokens in the loss."""
-        entry = item if self._entries is None else self._entry(item)
+        entry = self._entry(item)
         runs = itertools.groupby(zip(self._mask[entry], self._ids[entry]), key=operator.itemgetter(0))
         texts = ((trained, format_line(self.tokenizer.decode([token for _, token in run]))) for trained, run in runs)
         return "".join(f"[train>{text}<train]" if trained else text for trained, text in texts)
 
     def _entry(self, row: int) -> int:
-        """The entry of a row. A row that is not tokenized yet is tokenized now."""
+        """The entry of an item: a row, which is tokenized now if it is not yet."""
+        if self._entries is None:
+            return row
         if not 0 <= row < self._count:
             raise IndexError(f"item {row} of {self._count}")
         with _ADDING:
@@ -307,7 +308,7 @@ class SFTDataset(TokenizedDataset):
 def find_sample_columns(rows: Rows, config: schema.SFTDataConfig) -> _Columns:
     """The columns named in the config, otherwise those with a common name. Raises ValueError if there are none."""
     if config.messages_key is not None:
-        return _Columns(messages=_require(rows, config.messages_key, "messages_key"))
+        return _Columns(messages=rows.check_column(config.messages_key, "messages_key"))
     has_names = config.prompt_key is not None or config.response_key is not None
     chat = next((name for name in CHATS if name in rows.columns), None)
     if not has_names and chat is not None:
@@ -320,18 +321,11 @@ def find_sample_columns(rows: Rows, config: schema.SFTDataConfig) -> _Columns:
     return _Columns(None, *paths)
 
 
-def _require(rows: Rows, name: str, key: str) -> str:
-    if name not in rows.columns:
-        raise ValueError(f"{rows.names}: no column {name!r} (data.{key}): {did_you_mean(name, rows.columns)}")
-    return name
-
-
 def _named_or_common(rows: Rows, name: str | None, key: str, common: tuple[str, ...]) -> str:
     if name is not None:
-        return _require(rows, name, key)
-    for candidate in common:
-        if candidate in rows.columns:
-            return candidate
+        return rows.check_column(name, key)
+    if (column := next((candidate for candidate in common if candidate in rows.columns), None)) is not None:
+        return column
     raise ValueError(
         f"{rows.names}: expected a column {' or '.join(CHATS)}, or {' or '.join(_PROMPTS)} with "
         f"{' or '.join(RESPONSES)}; found {', '.join(rows.columns)}. Set data.{key} to the name of the column"

@@ -23,9 +23,6 @@ from verl.modeling.huggingface import model_source
 
 logger = logging.getLogger("verl.data")
 
-CHUNK = 1024  # rows tokenized at a time
-ROUND_TRIPS = 1000  # evenly spaced rows of a dataset that are decoded again, to check that no text is lost
-
 
 class TokenTable:
     """Many lists of token ids in one array: 4 bytes per token, a tenth of the memory of Python lists.
@@ -266,11 +263,9 @@ def encode_prompts(
             "of an instruction-tuned model, set model.custom_chat_template (of a dataset made in Python: "
             'config={"custom_chat_template": ...}), or use plain-text prompts'
         )
-    messages, settings = (
-        [prompts[i] for i in chats],
-        {"chat_template": chat_template, "template_kwargs": template_kwargs},
-    )
-    settings |= {"tools": tools, "add_generation_prompt": True}
+    settings = {"chat_template": chat_template, "template_kwargs": template_kwargs, "tools": tools}
+    settings["add_generation_prompt"] = True
+    messages = [prompts[i] for i in chats]
     rendered = render_chats(tokenizer, messages, location=lambda k: location(chats[k]), **settings)
     check_rendering(tokenizer, messages, rendered, lambda k: location(chats[k]), **settings)
     chat_ids = encode(tokenizer, rendered, add_special_tokens=False)
@@ -346,32 +341,6 @@ def check_tokenizer(tokenizer: Any, texts: Sequence[str], location: Callable[[in
             location(normalized[0]),
             _shorten(texts[normalized[0]]),
         )
-
-
-def check_round_trips(
-    tokenizer: Any,
-    texts: Sequence[Sequence[str]],
-    encoded: Sequence[Sequence[int]],
-    stride: int,
-    rows: Sequence[int],
-    location: Callable[[int], str],
-) -> None:
-    """`check_tokenizer` on some rows of a dataset: every `stride`-th row, and every row with an unknown token.
-
-    Args:
-        texts: texts[i] are the texts of row rows[i].
-        encoded: encoded[i] are the token ids of row rows[i].
-        stride: distance of the rows to check.
-        location: name of a row in errors.
-    """
-    unknown = tokenizer.unk_token_id
-    selected = [
-        (row, text)
-        for row, row_texts, ids in zip(rows, texts, encoded)
-        if row % stride == 0 or (unknown is not None and unknown in ids)
-        for text in row_texts
-    ]
-    check_tokenizer(tokenizer, [text for _, text in selected], lambda i: location(selected[i][0]))
 
 
 _ADVICE = (

@@ -18,7 +18,7 @@ from verl.data.media import note_unused_media_keys
 from verl.data.processor import load_processor
 from verl.data.tokenization import load_tokenizer
 from verl.dataflow import DataFlow, Operator
-from verl.evaluation.prompts import PromptSet, check_output, read_prompts, write_output
+from verl.evaluation.prompts import PromptSet, check_output, write_output
 from verl.evaluation.shards import Responses, ResponseShards
 from verl.protocol import DataProto
 from verl.rollout.request import stop_strings
@@ -109,7 +109,7 @@ class GenerationRun:
         self.tokenizer = load_tokenizer(self.config.model)
         processor = load_processor(self.config.model, self.tokenizer)
         note_unused_media_keys(self.config.data, processor)
-        self.prompts: PromptSet = read_prompts(self.config, self.tokenizer, processor)
+        self.prompts = PromptSet(self.config, self.tokenizer, processor)
 
     def _check_limits(self) -> None:
         prompt_ids, limits = self.prompts.prompt_ids, ModelLimits.from_config(self.config.model)

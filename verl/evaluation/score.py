@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from verl.config.schema.offline import EvalConfig, EvalDataConfig, EvalRewardConfig
-from verl.data.files import DEFAULT_SOURCE, Rows, extra_info_column, read_rows
+from verl.data.columns import reward_info
+from verl.data.files import DEFAULT_SOURCE, extra_info_column, read_rows
 from verl.data.forms import PROMPTS, TRUTHS, find_column
 from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
-from verl.registry import did_you_mean
 from verl.rewards.functions import ScoreFunction
 from verl.rewards.managers import BatchRewardManager, NaiveRewardManager
 from verl.rewards.outcome import BadOutcome, RewardError, Sample, read_outcome
@@ -69,55 +69,37 @@ class ScoredPrompt:
 def read_responses(paths: Sequence[str], data: EvalDataConfig) -> list[PromptWithResponses]:
     """Read prompts with their responses and check every row. Raises ValueError with file and row."""
     rows = read_rows(paths)
-    files = rows.names
     data = data.model_copy(update={"prompt_key": find_column(rows.columns, PROMPTS, data.prompt_key)})
     truth = data.reward_model_key
     truth = truth if truth in rows.columns else find_column(rows.columns, TRUTHS, TRUTHS[0])
     for key, column in {"prompt_key": data.prompt_key, "response_key": data.response_key}.items():
-        if column not in rows.columns:
-            raise ValueError(f"{files}: no column {column!r} (data.{key}): {did_you_mean(column, rows.columns)}")
+        rows.check_column(column, key)
     if truth not in rows.columns:
         raise ValueError(
-            f"{files}: no ground truth: expected a column {data.reward_model_key!r} ({{'ground_truth': ...}}; "
+            f"{rows.names}: no ground truth: expected a column {data.reward_model_key!r} ({{'ground_truth': ...}}; "
             f"data.reward_model_key) or a column 'answer'; found {', '.join(rows.columns)}"
         )
     seen: Counter[str] = Counter()
     extra_info = extra_info_column(rows)
-    return [_read_row(row, index, rows, data, seen, extra_info, truth) for index, row in enumerate(rows)]
-
-
-def _read_row(
-    row: Mapping[str, Any],
-    index: int,
-    rows: Rows,
-    data: EvalDataConfig,
-    seen: Counter[str],
-    extra_info: str,
-    truth: str,
-) -> PromptWithResponses:
-    location = rows.location(index)
-    responses = row[data.response_key]
-    responses = [responses] if isinstance(responses, str) else responses
-    if not isinstance(responses, list) or not responses or not all(isinstance(text, str) for text in responses):
-        raise ValueError(
-            f"{location}: expected a list of texts in column {data.response_key!r}, found {responses!r:.80}"
-        )
-    source = row.get(data.data_source_key, DEFAULT_SOURCE)
-    if not isinstance(source, str) or not source:
-        raise ValueError(f"{location}: expected a name in column {data.data_source_key!r}, found {source!r}")
-    prompt = json.dumps([source, row[data.prompt_key]], sort_keys=True, default=str)
-    seen[prompt] += 1
-    read = (data.prompt_key, data.response_key, data.data_source_key, data.reward_model_key, extra_info)
-    return PromptWithResponses(
-        # a prompt that occurs twice in a file counts as two prompts
-        key=f"{prompt}#{seen[prompt]}",
-        prompt=row[data.prompt_key],
-        data_source=source,
-        ground_truth=_ground_truth(row[truth], location, truth, truth == data.reward_model_key),
-        extra_info={k: v for k, v in row.items() if k not in read} | dict(row.get(extra_info) or {}),
-        responses=responses,
-        location=location,
-    )
+    read = {data.prompt_key, data.response_key, data.data_source_key, data.reward_model_key, extra_info}
+    others, prompts = [name for name in rows.columns if name not in read], []
+    for index, row in enumerate(rows):
+        location, responses = rows.location(index), row[data.response_key]
+        responses = [responses] if isinstance(responses, str) else responses
+        if not isinstance(responses, list) or not responses or not all(isinstance(text, str) for text in responses):
+            raise ValueError(
+                f"{location}: expected a list of texts in column {data.response_key!r}, found {responses!r:.80}"
+            )
+        source = row.get(data.data_source_key, DEFAULT_SOURCE)
+        if not isinstance(source, str) or not source:
+            raise ValueError(f"{location}: expected a name in column {data.data_source_key!r}, found {source!r}")
+        prompt = json.dumps([source, row[data.prompt_key]], sort_keys=True, default=str)
+        seen[prompt] += 1
+        key = f"{prompt}#{seen[prompt]}"  # a prompt that occurs twice in a file counts as two prompts
+        ground_truth = _ground_truth(row[truth], location, truth, truth == data.reward_model_key)
+        info = reward_info(row, others, extra_info)
+        prompts.append(PromptWithResponses(key, row[data.prompt_key], source, ground_truth, info, responses, location))
+    return prompts
 
 
 def _ground_truth(truth: Any, location: str, column: str, is_nested: bool) -> Any:
@@ -134,19 +116,18 @@ def _ground_truth(truth: Any, location: str, column: str, is_nested: bool) -> An
 
 
 def iterate_batches(prompts: Sequence[PromptWithResponses]) -> Iterator[DataProto]:
-    """Yield the responses in batches of RESPONSES_PER_PASS samples. The column `prompt_index` refers to `prompts`."""
-    samples = [(index, i) for index, prompt in enumerate(prompts) for i in range(len(prompt.responses))]
+    """Yield the responses in batches of RESPONSES_PER_PASS samples."""
+    samples = [(prompt, i) for prompt in prompts for i in range(len(prompt.responses))]
     for start in range(0, len(samples), RESPONSES_PER_PASS):
-        selected = [(prompts[index], index, i) for index, i in samples[start : start + RESPONSES_PER_PASS]]
+        selected = samples[start : start + RESPONSES_PER_PASS]
         yield DataProto.from_dict(
             non_tensors={
-                "prompt_index": [index for _, index, _ in selected],
-                "response": [prompt.responses[i] for prompt, _, i in selected],
-                "data_source": [prompt.data_source for prompt, _, _ in selected],
-                "ground_truth": [prompt.ground_truth for prompt, _, _ in selected],
-                "extra_info": [prompt.extra_info for prompt, _, _ in selected],
-                "raw_prompt": [prompt.prompt for prompt, _, _ in selected],
-                "location": [f"{prompt.location}, response {i}" for prompt, _, i in selected],
+                "response": [prompt.responses[i] for prompt, i in selected],
+                "data_source": [prompt.data_source for prompt, _ in selected],
+                "ground_truth": [prompt.ground_truth for prompt, _ in selected],
+                "extra_info": [prompt.extra_info for prompt, _ in selected],
+                "raw_prompt": [prompt.prompt for prompt, _ in selected],
+                "location": [f"{prompt.location}, response {i}" for prompt, i in selected],
             }
         )
 
@@ -217,7 +198,7 @@ def score_prompts(prompts: Sequence[PromptWithResponses], scorer: Scorer, right_
     reads = ("response", "data_source", "ground_truth", "extra_info", "raw_prompt", "location")
     pipeline = DataFlow(
         [
-            Operator("responses", lambda: next(batches), writes=(*reads, "prompt_index")),
+            Operator("responses", lambda: next(batches), writes=reads),
             Operator("score", scorer, reads=reads, writes=("score", "acc", "failed")),
         ]
     ).compile()

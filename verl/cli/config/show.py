@@ -10,7 +10,7 @@ from verl.config.fields import Schema, flatten
 from verl.config.presets import PRESETS
 from verl.registry import did_you_mean
 from verl.tracking.runs import read_about
-from verl.trainer.startup.command_line import USER_ERRORS, print_error
+from verl.trainer.startup.command_line import USER_ERRORS, print_error, user_errors
 from verl.trainer.startup.torchrun import launcher_settings
 from verl.utils.paths import expanded
 from verl.utils.redaction import redacted
@@ -18,8 +18,9 @@ from verl.utils.redaction import redacted
 _UNSET = "(not set)"
 
 
-def show(path: str | None, overrides: list[str], program: str, changed: bool) -> int:
-    """Print the resolved configuration as YAML. Returns the exit status.
+@user_errors()
+def show(path: str | None, overrides: list[str], program: str, changed: bool) -> None:
+    """Print the resolved configuration as YAML.
 
     Args:
         path: a YAML file.
@@ -27,11 +28,7 @@ def show(path: str | None, overrides: list[str], program: str, changed: bool) ->
         program: a name of `SCHEMAS`.
         changed: only the keys that differ from their defaults.
     """
-    try:
-        print(dump_config(_load(path, overrides, program), everything=not changed, redact=True).rstrip("\n"))
-    except USER_ERRORS as error:
-        return print_error(error)
-    return 0
+    print(dump_config(_load(path, overrides, program), everything=not changed, redact=True).rstrip("\n"))
 
 
 def diff(a: str, b: str, program: str) -> int:
