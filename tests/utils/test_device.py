@@ -6,7 +6,7 @@ import mmap
 import pytest
 import torch
 
-from verl.utils.device import frozen_heap, memory_metrics, peak_memory, process_rss, resolve_device, resolve_dtype
+from verl.utils.device import frozen_heap, peak_memory, process_rss, resolve_device, resolve_dtype
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,6 @@ def test_memory_figures_follow_an_allocation():
     block.write(bytes([1]) * len(block))
     assert process_rss() - before >= 48 << 20
     assert peak_memory(CPU) >= process_rss() - (8 << 20)
-    assert memory_metrics(CPU)["perf/cpu_memory_used_gb"] == pytest.approx(process_rss() / 2**30, abs=0.05)
     block.close()
 
 

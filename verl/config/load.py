@@ -131,7 +131,9 @@ def read_config(
     if problems:
         raise ConfigError(_located(problem, settings) for problem in problems)
     infos = [(logging.INFO, note) for note in repeated]  # no warning: scripts call other scripts with more overrides
-    return Reading(config, [*infos, *((logging.WARNING, note) for note in (*notes, *notes_of(config)))], settings)
+    listed = [note for section, functions in NOTES.items() if isinstance(config, section) for note in functions]
+    warnings = [*notes, *dict.fromkeys(text for note in listed for text in note(config))]
+    return Reading(config, [*infos, *((logging.WARNING, text) for text in warnings)], settings)
 
 
 def with_overrides(config: T, overrides: Overrides) -> T:
@@ -280,12 +282,6 @@ def check_combinations(config: Schema) -> list[Problem]:
     """Every conflict between fields of a configuration."""
     checks = [check for schema, listed in CHECKS.items() if isinstance(config, schema) for check in listed]
     return [problem for check in checks for problem in check(config)]
-
-
-def notes_of(config: Schema) -> list[str]:
-    """Warnings about settings that are valid but may be surprising. Logged once."""
-    notes = [note for schema, listed in NOTES.items() if isinstance(config, schema) for note in listed]
-    return list(dict.fromkeys(text for note in notes for text in note(config)))
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

@@ -68,20 +68,16 @@ class RunSchema(Schema):
 
 
 def _run_names(flat: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values of {data}, {algorithm}, {model} and {digest}.
-
-    Args:
-        flat: dotted key -> value of every field.
-        plain: the same of the defaults.
-    """
+    """The values of {data}, {algorithm}, {model} and {digest}. flat, plain: every field, as configured and default."""
     files = flat.get("data.train_files") or []
     model = flat.get("actor_rollout_ref.model.path", flat.get("model.path"))
     data = list(dict.fromkeys(_specific_part(str(path)) or "data" for path in files))
+    defining = {key: value for key, value in flat.items() if value != plain.get(key) and is_defining(key)}
     return {
         "data": "+".join(data[:3]) + ("" if len(data) <= 3 else f"+{len(data) - 3}") if data else "data",
         "algorithm": _clean(str(flat.get("algorithm.name") or _algorithm_of(flat.get(_ESTIMATOR)))) or "rl",
         "model": _specific_part(str(model or "")) or "model",
-        "digest": _digest({k: v for k, v in flat.items() if v != plain.get(k) and is_defining(k)}),
+        "digest": hashlib.sha256(json.dumps(defining, sort_keys=True, default=str).encode()).hexdigest()[:6],
     }
 
 
@@ -109,8 +105,3 @@ def _specific_part(path: str) -> str:
 
 def _clean(name: str) -> str:
     return re.sub(r"[^\w.+-]+", "_", name).strip("._-")
-
-
-def _digest(settings: Mapping[str, Any]) -> str:
-    text = json.dumps(settings, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:6]

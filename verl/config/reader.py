@@ -198,7 +198,10 @@ class Reader:
         if not any(has_interpolation(setting.value) for layer in [ignored, *layers] for _, setting in layer):
             return lambda setting: setting
         nulls = [key for layer in self.layers for key, setting in layer.items() if setting.value is None]
-        values = dict.fromkeys(nulls) | {key: _plain(field) for key, field in fields_of(self.schema).items()}
+        values = dict.fromkeys(nulls)
+        for key, field in fields_of(self.schema).items():
+            default = list(field.default) if isinstance(field.default, tuple) else field.default
+            values[key] = field.default_from or default
         for layer in [ignored, *layers]:
             layer = [(key, setting) for key, setting in layer if setting.value != REMOVED]
             values |= {key: setting.value for key, setting in layer}
@@ -311,10 +314,6 @@ def ignored_notes(ignored: Layer, schema: str | None) -> list[str]:
         listed += [f"{section}{below} ({len(keys)} keys)"] if several else keys
     count = sum(map(len, names.values()))
     return [f"ignored: {count} key{'s' * (count > 1)} without effect here: {', '.join(listed)}"] if count else []
-
-
-def _plain(field: ConfigField) -> Any:
-    return field.default_from or (list(field.default) if isinstance(field.default, tuple) else field.default)
 
 
 def _sections_above(key: str) -> list[str]:

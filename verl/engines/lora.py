@@ -172,12 +172,6 @@ class Adapters:
             elif self._value_model and name.startswith("score."):
                 yield _PREFIX + name, parameter
 
-    def mark_trained(self) -> None:
-        """Set requires_grad of every parameter."""
-        self.module.requires_grad_(False)
-        for _, parameter in self.parameters():
-            parameter.requires_grad_(True)
-
     def merged(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (HuggingFace name, parameter) with the adapters merged; as sharded as the module."""
         for name, layer, value in self._without_adapters():
@@ -220,7 +214,9 @@ class Adapters:
                 layer.set_adapter([TRAINED if on else START])
             else:
                 layer.enable_adapters(on)
-        self.mark_trained()  # peft freezes disabled adapters; FSDP must always see the same parameters as trained
+        self.module.requires_grad_(False)  # peft freezes disabled adapters; FSDP must always see the same as trained
+        for _, parameter in self.parameters():
+            parameter.requires_grad_(True)
 
     # ---- peft's files ---------------------------------------------------------------------------------------------
 

@@ -121,12 +121,9 @@ def free_bytes(device: torch.device) -> int:
 
 def update_bytes(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
     """Bytes that an update needs in addition to activations: gradients, and Adam's moments before the first step."""
-    trained = sum(_local(p).numel() * p.dtype.itemsize for p in parameters if p.requires_grad)
+    local = (p.to_local() if isinstance(p, DTensor) else p for p in parameters if p.requires_grad)
+    trained = sum(p.numel() * p.dtype.itemsize for p in local)
     return trained if optimizer.state else 3 * trained
-
-
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def logits_bytes(vocab_size: int, itemsize: int, device: torch.device) -> int:

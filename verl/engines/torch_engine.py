@@ -89,8 +89,12 @@ class TorchEngine(TrainEngine):
         self.model = TokenModel(self.module, self.model_spec)
         self.packs = spec.model.use_remove_padding and packs(self.module.config)
         self.module.eval()
-        self.adapters = self._adapters()
-        if self.adapters is None:
+        self.adapters: Adapters | None = None
+        if self.model_spec.section.has_adapters:
+            from verl.engines import lora  # at use: imports peft
+
+            self.adapters = lora.Adapters(self.module)
+        else:
             self.module.requires_grad_(trains)
         if trains and spec.model.freeze_vision_tower:
             tower_of(self.module)[1].requires_grad_(False)
@@ -123,13 +127,6 @@ class TorchEngine(TrainEngine):
             self._weights_used = OnDevice(self.model.to, self.device)
 
     # ---- computing ----------------------------------------------------------------------------------------------
-
-    def _adapters(self) -> "Adapters | None":
-        if not self.model_spec.section.has_adapters:
-            return None
-        from verl.engines.lora import Adapters
-
-        return Adapters(self.module)
 
     def infer(
         self, batch: DataProto, outputs: tuple[str, ...], micro: MicroBatching, temperature: float = 1.0
@@ -211,15 +208,11 @@ class TorchEngine(TrainEngine):
         lengths = row_lengths(columns["attention_mask"])
         if training:
             micro = self._choose_micro_batching(lengths, micro, INDEX in columns)
-        shared_prefix = shares_prefix and self._shares_prefix(lengths)
+        # a prompt is computed once for all its rows if attention processes all rows in one call
+        shared_prefix = shares_prefix and self.packs and self.sharding.sp_size == 1
+        shared_prefix = shared_prefix and attends_in_one_call(lengths, self.model_spec.compute_dtype, self.device)
         rows = plan_micro_batches(lengths, micro, columns if shared_prefix else None, self.sharding.sp_size)
         return _Plan(self.sharding.equalize(rows), shared_prefix)
-
-    def _shares_prefix(self, lengths: list[int]) -> bool:
-        """Whether to compute a prompt once for all its rows: if attention processes all rows in one call."""
-        if not self.packs or self.sharding.sp_size > 1:
-            return False
-        return attends_in_one_call(lengths, self.model_spec.compute_dtype, self.device)
 
     def _choose_micro_batching(self, lengths: list[int], micro: MicroBatching, images: bool = False) -> MicroBatching:
         """Resolve tokens="auto" and activation checkpointing "auto" for an update, from the free memory."""
@@ -292,7 +285,7 @@ class TorchEngine(TrainEngine):
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         assert parameters, "no parameter got a gradient: the loss does not depend on the model"
         norm = gradient_norm([p.grad for p in parameters])
-        if self._is_bad(norm, loss):
+        if any(self.max_over_ranks([float(~(norm.isfinite() & loss.isfinite()))])):
             logger.warning("the gradient norm is %s, the loss %s: skipping this update", norm.item(), loss.item())
             self.optimizer.zero_grad(set_to_none=True)
             return {"grad_norm": norm.item(), "grad_skipped": 1.0}
@@ -304,11 +297,6 @@ class TorchEngine(TrainEngine):
             check_change(parameters, before)
             self._unverified = False
         return {"grad_norm": norm.item(), "grad_skipped": 0.0}
-
-    def _is_bad(self, norm: torch.Tensor, loss: torch.Tensor) -> bool:
-        """Whether the gradient, or the loss of any rank, is not finite."""
-        (is_bad,) = self.max_over_ranks([float(~(norm.isfinite() & loss.isfinite()))])
-        return bool(is_bad)
 
     def lr_step(self) -> float:
         rate = self.schedule.get_last_lr()[0]

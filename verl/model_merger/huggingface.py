@@ -140,14 +140,7 @@ class Export:
     """
 
     def __init__(self, source: WeightSource, model: ModelDescription, dtype: torch.dtype | None):
-        """Prepare the export.
-
-        Args:
-            dtype: Dtype of floating-point tensors in the result; None to keep the dtype of each tensor.
-
-        Raises:
-            ValueError: If the weights do not match the model.
-        """
+        """ValueError if the weights do not match the model. dtype: of floating-point tensors; None: unchanged."""
         self.source, self.model, self.dtype = source, model, dtype
         infos = source.infos(model.shapes)
         self._tied = {name: target for name, target in model.tied.items() if name in infos and target in infos}
@@ -190,12 +183,17 @@ class Export:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name on disk, tensor). Raises ValueError for NaN or infinite weights."""
+        from transformers.core_model_loading import revert_weight_conversion
+
         for names in self._groups:
             group = {name: self.source.read(name) for name in names}
             for name, tensor in group.items():
                 if tensor.is_floating_point() and not torch.isfinite(tensor).all():
                     raise ValueError(f"{name} contains NaN or infinite values: training diverged")
-            yield from self._on_disk({name: self._cast(tensor) for name, tensor in group.items()}).items()
+            group = {name: self._cast(tensor) for name, tensor in group.items()}
+            if group.keys() <= self.model.shapes.keys():  # others have names on disk, saved by an older transformers
+                group = revert_weight_conversion(self.model.module, group)
+            yield from group.items()
 
     def again(self) -> dict[str, torch.Tensor]:
         """Return all tensors by `WeightSource.read_again`, under their names in the source."""
@@ -203,13 +201,6 @@ class Export:
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
-
-    def _on_disk(self, group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        if not group.keys() <= self.model.shapes.keys():
-            return group  # saved with names on disk, by an older transformers
-        return revert_weight_conversion(self.model.module, group)
 
 
 def _groups(names: Iterable[str], in_memory: Mapping[str, Shape]) -> Iterator[list[str]]:

@@ -52,7 +52,9 @@ class MegatronCheckpoint(WeightSource):
 
     def __init__(self, folder: Path, config_folder: Path):
         self.folder = folder
-        self._check_format()
+        path = folder / "metadata.json"
+        if path.is_file() and (format_name := read_json(path).get("sharded_backend")) != "torch_dist":
+            raise ValueError(f"{path}: expected the format torch_dist, found {format_name}, which is not supported")
         self._files = ShardFiles(folder)
         self._tensors = self._files.tensors
         self._conversions: dict[str, Conversion] = {}
@@ -63,11 +65,6 @@ class MegatronCheckpoint(WeightSource):
     def has_model(self) -> bool:
         """Whether it contains weights; a run may save them in HuggingFace's format, and only the optimizer here."""
         return "embedding.word_embeddings.weight" in self._tensors
-
-    def _check_format(self) -> None:
-        path = self.folder / "metadata.json"
-        if path.is_file() and (format_name := read_json(path).get("sharded_backend")) != "torch_dist":
-            raise ValueError(f"{path}: expected the format torch_dist, found {format_name}, which is not supported")
 
     def _table(self, config_folder: Path) -> list[Conversion]:
         from transformers import AutoConfig

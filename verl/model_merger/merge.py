@@ -64,7 +64,9 @@ def merge(options: MergeOptions) -> Path:
         model = export.model
         labels = model.config.num_labels if "score.weight" in model.shapes else None
         write_config(checkpoint.config_folder, folder, type(model.module).__name__, export.main_dtype, labels)
-        _add_generation_config(folder, base, labels)
+        generation = "generation_config.json"  # of a language model, with its stop tokens; if missing, of the base
+        if labels is None and base and not (folder / generation).is_file() and (base / generation).is_file():
+            shutil.copy2(base / generation, folder / generation)
         _check_recorded_files(target, folder, checkpoint)
         count = write_weights(folder, export.tensors(), options.max_shard_bytes)
         if not options.allow_unchanged:
@@ -169,13 +171,6 @@ def _check_recorded_files(target: Path, folder: Path, checkpoint: Checkpoint) ->
                 f"{old} belongs to the checkpoint and would change (another dtype or architecture), which would "
                 "prevent resuming from it: choose another --target_dir"
             )
-
-
-def _add_generation_config(folder: Path, base: Path | None, num_labels: int | None) -> None:
-    """Copy generation_config.json of a language model, with its stop tokens, from the base model if missing."""
-    name = "generation_config.json"
-    if num_labels is None and base is not None and not (folder / name).is_file() and (base / name).is_file():
-        shutil.copy2(base / name, folder / name)
 
 
 # ---- the base model -------------------------------------------------------------------------------------------------

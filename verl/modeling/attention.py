@@ -183,17 +183,12 @@ def _attend_each_row(
     rows = zip(*(x.split(packing.lengths, 2) for x in (query, key, value)), packing.lengths)
     with sdpa_kernel(_LONG_ROW_KERNELS, set_priority=True):
         for q, k, v, length in rows:
-            fill = -length % _granularity(length)
+            fill = -length % (1 << max(4, length.bit_length() - 4))  # eight lengths per power of two; 16 and more
             q, k, v = (pad(x, (0, 0, 0, fill)) if fill else x for x in (q, k, v))
             gqa = q.shape[1] != k.shape[1]
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
             chunks.append(out[:, :, :length].transpose(1, 2))
     return torch.cat(chunks, 1) if len(chunks) > 1 else chunks[0]
-
-
-def _granularity(length: int) -> int:
-    """Lengths are rounded up to a multiple of this: eight lengths per power of two, and at least 16."""
-    return 1 << max(4, length.bit_length() - 4)
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -85,14 +85,9 @@ class ExpertRanks:
         local_experts = incoming.shape[1]
         expert = torch.arange(local_experts, device=x.device).repeat(self.size)
         expert = expert.repeat_interleave(incoming.flatten(), output_size=sum(received))
-        outputs = self.compute(
-            self._local_experts(module, local_experts), rows, expert[:, None], received_weights[:, None]
-        )
-        outputs = AllToAll.apply(outputs, self.group, received, sent)
-        return _SumOfCopies.apply(outputs, tokens, uses).to(x.dtype).view_as(x)
-
-    def _local_experts(self, module: nn.Module, count: int) -> SimpleNamespace:
-        """The experts of this rank, without their wrappers."""
         local = (p.to_local() if isinstance(p, DTensor) else p for p in (module.gate_up_proj, module.down_proj))
         gate_up, down = (p if self.gradient_scale == 1 else ScaledGradient.apply(p, self.gradient_scale) for p in local)
-        return SimpleNamespace(gate_up_proj=gate_up, down_proj=down, num_experts=count, act_fn=module.act_fn)
+        experts = SimpleNamespace(gate_up_proj=gate_up, down_proj=down, num_experts=local_experts, act_fn=module.act_fn)
+        outputs = self.compute(experts, rows, expert[:, None], received_weights[:, None])
+        outputs = AllToAll.apply(outputs, self.group, received, sent)
+        return _SumOfCopies.apply(outputs, tokens, uses).to(x.dtype).view_as(x)

@@ -283,15 +283,8 @@ def _norm_gradients(
     dtype: torch.dtype,
     branch_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """The gradients of x and the branch, which differ in dtype only, and of the weight.
-
-    Args:
-        gy: gradient of the norm.
-        g_total: gradient of the sum, or None.
-        saved: the normalized tensor, the weight, and the scale of each row.
-        dtype: dtype of the gradient of x.
-        branch_dtype: dtype of the gradient of the branch; None without a branch.
-    """
+    """The gradients of x and of the branch, if it has a dtype, which differ in dtype only, and of the weight. gy: of
+    the norm. g_total: of the sum. saved: the normalized tensor, the weight, and the scale of each row."""
     x, weight, scale = saved
     width, rows = x.shape[-1], scale.numel()
     columns, per_tile, warps = _tile(width)

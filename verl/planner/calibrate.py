@@ -12,7 +12,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import get_context
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,15 +64,11 @@ def calibrate(device: torch.device, log: Callable[[str], None] = lambda line: No
     return profile
 
 
-def clock_of(device: torch.device) -> Callable[[], float]:
-    """The clock of a calibration. One thread of a CPU: its processor time, which other programs do not change."""
-    single = device.type == "cpu" and torch.get_num_threads() == 1
-    return time.process_time if single else time.perf_counter
-
-
 def _median(call: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
     """Median seconds of a call, after one that is not counted."""
-    seconds, clock = [], clock_of(device)
+    # one thread of a CPU: its processor time, which other programs do not change
+    single = device.type == "cpu" and torch.get_num_threads() == 1
+    seconds, clock = [], time.process_time if single else time.perf_counter
     for _ in range(repeats + 1):
         start = clock()
         call()
@@ -125,10 +120,6 @@ def _columns(rows: int, prompt: int, response: int, vocabulary: int) -> DataProt
     return DataProto.from_dict(columns)
 
 
-def _loss(outputs: dict[str, torch.Tensor], columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
-    return -(outputs["log_probs"] * columns["advantages"]).mean(), {}
-
-
 def _requests(rows: int, prompt: int, response: int, vocabulary: int) -> Sequence[Request]:
     generator = torch.Generator().manual_seed(2)
     params = SamplingParams(response, (), seed=0, ignore_eos=True)
@@ -151,7 +142,9 @@ def with_engine_rates(profile: Device, device: torch.device) -> Device:
     tiny = _columns(1, 4, 4, vocabulary)
     infer = _median(lambda: engine.infer(batch, ("log_probs",), micro), device)
     fixed = _median(lambda: engine.infer(tiny, ("log_probs",), micro), device)
-    objective = Objective(_loss, ("log_probs",))
+    objective = Objective(
+        lambda outputs, columns: (-(outputs["log_probs"] * columns["advantages"]).mean(), {}), ("log_probs",)
+    )
     update = _median(lambda: engine.train_batch(batch, objective, micro), device)
     rollout = NativeRollout(module, dtype=torch.bfloat16 if on_gpu else None)
     slow = _median(lambda: rollout.generate(_requests(1, 4, RESPONSE, vocabulary)), device)

@@ -202,7 +202,9 @@ def update_items(job: Job, role: Role, device: Device, taken: float) -> Items:
     in_flight = min(role.layout.pipeline, max(1.0, largest / tokens))
     layer = used.plain * role.layout.pipeline / role.shape.layers
     items["activations"] = tokens * in_flight * (used.checkpointed if checkpoints else used.plain)
-    items["activations"] += tokens * _head_states(role)
+    # input and output of the last norm, and the states of responses
+    head_states = role.shape.hidden * (max(role.compute_bytes, role.weight_bytes) + 2 * role.compute_bytes)
+    items["activations"] += tokens * head_states
     images, tower = tokens * (1 - _response_share(job, role, device)), tower_bytes(role)
     items["activations"] += images * (tower.checkpointed if checkpoints else tower.plain)
     # the gradients of one layer's activations come after those of the logits are freed
@@ -212,18 +214,9 @@ def update_items(job: Job, role: Role, device: Device, taken: float) -> Items:
     return items
 
 
-def _head_states(role: Role) -> float:
-    """Bytes per token of the input and output of the last norm, and of the states of responses."""
-    return role.shape.hidden * (max(role.compute_bytes, role.weight_bytes) + 2 * role.compute_bytes)
-
-
 def _one_backward_pass(role: Role, items: Items, layer: float) -> Items:
     """The larger of its begin, with the gradient of the output layer, and its end, with all gradients and one layer.
-
-    Args:
-        items: those of several micro-batches, which have gradients from the begin.
-        layer: bytes of the activations of one layer.
-    """
+    items: of several micro-batches, with gradients from the begin. layer: bytes of its activations."""
     head = 0.0 if role.value_head or role.lora_rank else role.shape.embedding * role.weight_bytes / role.layout.shards
     begin = items | {"gradients": min(items["gradients"], head)}
     end = items | {"activations": layer, "logits, working memory": layer}

@@ -81,11 +81,6 @@ def _wrapped(text: str, indent: int = 2, width: int = WIDTH) -> list[str]:
     return textwrap.wrap(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _is_like(plan: Plan, configured: Plan) -> bool:
-    """Whether a plan has the same groups and sizes, maybe on other devices of the same number."""
-    return _sizes(plan) == _sizes(configured) and math.isclose(plan.seconds, configured.seconds)
-
-
 def _sizes(plan: Plan) -> tuple[int, dict[frozenset[str], dict[str, Layout]]]:
     groups = {frozenset(group.names): {role.name: role.layout for role in group.roles} for group in plan.groups}
     return plan.job.rollout_tensor, groups
@@ -106,7 +101,7 @@ def choice_lines(plans: Sequence[Plan], devices: int, configured: Plan | None = 
     if configured is not None:
         numbers_of = {frozenset(group.names): each for group, each in zip(configured.groups, configured.numbers)}
         for i, plan in enumerate(plans):
-            if _is_like(plan, configured):
+            if _sizes(plan) == _sizes(configured) and math.isclose(plan.seconds, configured.seconds):
                 current = replace(plan, placed=[numbers_of[frozenset(group.names)] for group in plan.groups])
                 plans[i] = current
                 break

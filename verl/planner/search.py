@@ -137,14 +137,18 @@ class Search:
         else:
             layouts = product(*(self._sizes(devices, shape) for shape in shapes))
         for sizes in layouts:
-            placed = [self._sized(role, devices, sizes[shapes.index(role.shape)]) for role in roles]
+            placed = []
+            for role in roles:
+                parallel = sizes[shapes.index(role.shape)]
+                is_rollout = role.name == "rollout"
+                layout = Layout(devices) if is_rollout else replace(role.layout, devices=devices, **parallel)
+                placed.append(replace(role, layout=layout))
+            heads, kv_heads = placed[0].shape.heads, placed[0].shape.kv_heads
             for tensor in tensors:
                 job = replace(base, rollout_tensor=tensor)
-                if all(is_possible(job, role) for role in placed) and self._splits(placed[0].shape, tensor):
+                splits = heads % tensor == 0 and kv_heads % tensor == 0 and tensor <= self.device.per_node
+                if splits and all(is_possible(job, role) for role in placed):
                     yield job, placed
-
-    def _splits(self, shape: ModelShape, tensor: int) -> bool:
-        return shape.heads % tensor == 0 and shape.kv_heads % tensor == 0 and tensor <= self.device.per_node
 
     def _sizes(self, devices: int, shape: ModelShape) -> list[dict[str, Any]]:
         """The sizes of model parallelism, as attributes of a layout; without an entry, that of the role."""
@@ -157,11 +161,6 @@ class Search:
         counts = [count for count in self.space.expert_sizes if shape.experts % count == 0]
         experts = [{"expert": count, "expert_tensor": 1 if count > 1 else None} for count in counts]
         return [a | b for a in fit for b in experts if devices % (a["pipeline"] * b["expert"]) == 0]
-
-    def _sized(self, role: Role, devices: int, sizes: dict[str, Any]) -> Role:
-        if role.name == "rollout":
-            return replace(role, layout=Layout(devices))
-        return replace(role, layout=replace(role.layout, devices=devices, **sizes))
 
     # ---- allocations ------------------------------------------------------------------------------------------------
 
@@ -204,9 +203,9 @@ class Search:
                     extend([*groups, group], left - group.devices, now)
 
         extend([], devices, (0.0,) * len(STAGES))
-        return self._plan(best[0][1], split) if best[0][1] else None
-
-    def _plan(self, groups: list[Group], split: bool) -> Plan:
+        groups = best[0][1]
+        if not groups:
+            return None
         generator = "rollout" if split else "actor"
         owner = next(group for group in groups if generator in group.names)
         return Plan(owner.job, self.device, tuple(groups))

@@ -172,7 +172,8 @@ class ModelShape:
             raise ValueError(f"the config of {name} has no {', '.join(missing)}: the planner needs them")
         # without the intermediate size, which a mixture of experts does not need
         sizes = (*(key for key in needed if key != "intermediate_size"), "num_key_value_heads", "head_dim")
-        wrong = [f"{key}={config[key]}" for key in sizes if _is_wrong(config.get(key))]
+        settings = {key: config[key] for key in sizes if config.get(key) is not None}
+        wrong = [f"{key}={size}" for key, size in settings.items() if not (isinstance(size, int) and size > 0)]
         if wrong:
             raise ValueError(f"the config of {name} has {', '.join(wrong)}: expected whole numbers of at least 1")
         if config["hidden_size"] < config["num_attention_heads"] and not config.get("head_dim"):
@@ -195,11 +196,6 @@ class ModelShape:
             model_type=kind,
             **_experts(config, name, layers, mlp),
         )
-
-
-def _is_wrong(size: Any) -> bool:
-    """Whether a size is given and is not positive."""
-    return size is not None and not (isinstance(size, int) and size > 0)
 
 
 #: model types, also of the language models of vision-language models

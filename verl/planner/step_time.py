@@ -259,7 +259,7 @@ def generation_seconds(job: Job, role: Role, device: Device, taken: float = 0.0)
     groups = -(-rows // job.samples)
     s, c = role.shape, role.compute_bytes
     prompts = Tokens(groups * job.prompt_tokens, 0.0, groups)
-    engine_role = _as_engine(role, tensor)
+    engine_role = replace(role, layout=Layout(tensor, tensor), lora_rank=0)  # as the rollout engine computes it
     count = max(1.0, prompts.total / PREFILL_TOKENS)
     prefill = forward_pass(engine_role, prompts, job, device, count).seconds(device)
     prefill += activations_exchange(engine_role, prompts.total, device)
@@ -284,11 +284,6 @@ def generation_seconds(job: Job, role: Role, device: Device, taken: float = 0.0)
         if device.kind == "cuda" and job.sleeps and role.name == "actor":
             wake = max(0.0, job.memory_share * device.memory - rollout_weights(job, role)) / WAKE_RATE
     return job.generations * (prefill + job.response_tokens * step * rows / alive) + wake
-
-
-def _as_engine(role: Role, tensor: int) -> Role:
-    """The role as the rollout engine computes it."""
-    return replace(role, layout=Layout(tensor, tensor), lora_rank=0)
 
 
 def _concurrent_rows(job: Job, role: Role, device: Device, taken: float) -> int:

@@ -84,13 +84,7 @@ class AppliedAdapters(AdapterReceiver):
     def _load_adapters(
         self, scaling: Mapping[str, float], pairs: Iterator[tuple[str, torch.Tensor, torch.Tensor]], version: int
     ) -> None:
-        """Load and verify adapters.
-
-        Args:
-            scaling: layer -> factor of B A.
-            pairs: (layer, A, B).
-            version: weight version.
-        """
+        """Load and verify adapters. scaling: layer -> factor of B A. pairs: (layer, A, B)."""
 
 
 def applied_layers(

@@ -325,13 +325,8 @@ class EngineReceiver:
 
     @contextmanager
     def _updating(self, version: int, idle: bool = False, is_last: bool = True) -> Iterator[Any]:
-        """Context of a push, in which no request is computed. Nothing is generated if it raises.
-
-        Args:
-            version: weight version.
-            idle: no request may be running.
-            is_last: whether the engine may generate after it.
-        """
+        """Context of a push, in which no request is computed. Nothing is generated if it raises. idle: no request may
+        be running. is_last: whether the engine may generate after it."""
         with self._requests.exclusive("a weight push", idle) as running:
             self.filled = False
             self._memory.allocate("weights")

@@ -242,7 +242,10 @@ def _collect_rows(layout: Layout, results: list) -> DataProto | None:
         metrics = [result.meta_info.get("metrics", {}) for result in groups]
         out.meta_info["metrics"] = merge_metrics(metrics, keep_pairs=True)  # a step may be several calls
     if "timing" in out.meta_info:
-        out.meta_info["timing"] = _slowest([result.meta_info.get("timing", {}) for result in groups])
+        timings = [result.meta_info.get("timing", {}) for result in groups]
+        names = dict.fromkeys(name for timing in timings for name in timing)
+        # seconds of the slowest group, for which the others wait
+        out.meta_info["timing"] = {name: max(t[name] for t in timings if name in t) for name in names}
     return out
 
 
@@ -274,40 +277,19 @@ def merge_metrics(groups: Sequence[Mapping[str, Any]], keep_pairs: bool = False)
             if count:
                 merged[name] = (total, count) if keep_pairs else total / count
         elif all(isinstance(v, Real) for v in values):
-            if not all(_equal(v, values[0]) for v in values):
+            first = values[0]
+            if not all(math.isclose(v, first, rel_tol=1e-6) or (math.isnan(v) and math.isnan(first)) for v in values):
                 raise ValueError(
                     f"metric {name!r} differs between the data-parallel ranks: {values}. Return a pair (sum, count) "
                     f"for a mean over rows or tokens; a plain number must be equal on every rank"
                 )
-            merged[name] = float(values[0])
+            merged[name] = float(first)
         else:
             raise ValueError(f"metric {name!r}: expected numbers or pairs (sum, count), found {values}")
     return merged
 
 
-def _slowest(groups: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds by name, of the slowest group, for which the others wait."""
-    names = dict.fromkeys(name for group in groups for name in group)
-    return {name: max(group[name] for group in groups if name in group) for name in names}
-
-
-def _equal(a: Real, b: Real) -> bool:
-    return math.isclose(a, b, rel_tol=1e-6) or (math.isnan(a) and math.isnan(b))
-
-
 # ---- the other modes ----------------------------------------------------------------------------------------------
-
-
-def _dispatch_same(layout: Layout, args: tuple, kwargs: dict) -> list[Call]:
-    return [Call(args, kwargs)] * layout.world_size
-
-
-def _dispatch_same_per_group(layout: Layout, args: tuple, kwargs: dict) -> list[Call]:
-    return _call_per_rank(layout, [Call(args, kwargs)] * layout.dp_size)
-
-
-def _dispatch_same_collect_zero(layout: Layout, args: tuple, kwargs: dict) -> list[Call]:
-    return [Call(args, kwargs, collect=rank == 0) for rank in range(layout.world_size)]
 
 
 def _calls_from_entries(n: int, unit: str, args: tuple, kwargs: dict) -> list[Call]:
@@ -321,16 +303,8 @@ def _calls_from_entries(n: int, unit: str, args: tuple, kwargs: dict) -> list[Ca
     return [Call(tuple(v[i] for v in args), {k: v[i] for k, v in kwargs.items()}) for i in range(n)]
 
 
-def _dispatch_entry_per_rank(layout: Layout, args: tuple, kwargs: dict) -> list[Call]:
-    return _calls_from_entries(layout.world_size, "ranks", args, kwargs)
-
-
 def _dispatch_entry_per_group(layout: Layout, args: tuple, kwargs: dict) -> list[Call]:
     return _call_per_rank(layout, _calls_from_entries(layout.dp_size, "data-parallel groups", args, kwargs))
-
-
-def _collect_all(layout: Layout, results: list) -> list:
-    return results
 
 
 class Dispatch(StrEnum):
@@ -353,10 +327,26 @@ class Execute(StrEnum):
     RANK_ZERO = "RANK_ZERO"
 
 
-register_dispatch_mode(Dispatch.RANK_ZERO, _dispatch_same_collect_zero, lambda layout, results: results[0])
-register_dispatch_mode(Dispatch.ONE_TO_ALL, _dispatch_same, _collect_all)
-register_dispatch_mode(Dispatch.ONE_TO_GROUPS, _dispatch_same_per_group, _collect_groups)
-register_dispatch_mode(Dispatch.ALL_TO_ALL, _dispatch_entry_per_rank, _collect_all)
+register_dispatch_mode(
+    Dispatch.RANK_ZERO,
+    lambda layout, args, kwargs: [Call(args, kwargs, collect=rank == 0) for rank in range(layout.world_size)],
+    lambda layout, results: results[0],
+)
+register_dispatch_mode(
+    Dispatch.ONE_TO_ALL,
+    lambda layout, args, kwargs: [Call(args, kwargs)] * layout.world_size,
+    lambda layout, results: results,
+)
+register_dispatch_mode(
+    Dispatch.ONE_TO_GROUPS,
+    lambda layout, args, kwargs: _call_per_rank(layout, [Call(args, kwargs)] * layout.dp_size),
+    _collect_groups,
+)
+register_dispatch_mode(
+    Dispatch.ALL_TO_ALL,
+    lambda layout, args, kwargs: _calls_from_entries(layout.world_size, "ranks", args, kwargs),
+    lambda layout, results: results,
+)
 register_dispatch_mode(Dispatch.DP_COMPUTE, _dispatch_entry_per_group, _collect_groups)
 register_dispatch_mode(Dispatch.DP_COMPUTE_PROTO, _dispatch_rows, _collect_rows)
 register_dispatch_mode(Dispatch.DP_COMPUTE_METRIC, _dispatch_even_rows, _collect_metrics)

@@ -52,8 +52,11 @@ def place_roles(
         if role not in roles:
             raise ValueError(f"placement.{role}_devices: this run has no role {role!r}: {did_you_mean(role, roles)}")
         if not devices or len(set(devices)) != len(devices) or not set(devices) <= set(range(total)):
+            expected = (
+                f"distinct numbers from 0 to {total - 1}" if total > 1 else "only device 0, the only one there is"
+            )
             raise ValueError(
-                f"placement.{role}_devices: expected {_expected(total)} (trainer.nnodes={nnodes} x "
+                f"placement.{role}_devices: expected {expected} (trainer.nnodes={nnodes} x "
                 f"trainer.n_gpus_per_node={devices_per_node}), found {devices}{_fix(role, configured, nnodes, total)}"
             )
     shared = configured.get("actor", list(range(total)))
@@ -91,10 +94,6 @@ def idle_devices(pools: Iterable[ResourcePool], nnodes: int, devices_per_node: i
     """The devices of a run that no pool has."""
     used = (range(pool.world_size) if pool.devices is None else pool.devices for pool in pools)
     return sorted(set(range(nnodes * devices_per_node)).difference(*used))
-
-
-def _expected(total: int) -> str:
-    return "only device 0, the only one there is" if total == 1 else f"distinct numbers from 0 to {total - 1}"
 
 
 def _fix(role: str, configured: Mapping[str, Sequence[int]], nnodes: int, total: int) -> str:

@@ -378,16 +378,12 @@ class PackedCall:
             if isinstance(source, LocalSource):
                 chunks.append((positions, None, source.fetch(value.name, rows)))
             else:
-                chunks.append((positions, self._add_ref(source, rows, value.name), value.name))
+                key = (id(source), rows.numpy().tobytes())  # columns with the same rows share a ref
+                ref = self._refs.setdefault(key, ColumnRef(source, rows))
+                if value.name not in ref.names:
+                    ref.names.append(value.name)
+                chunks.append((positions, list(self._refs).index(key), value.name))
         return tuple(value.shape), value.dtype, chunks
-
-    def _add_ref(self, source: Source, rows: torch.Tensor, name: str) -> int:
-        """The number of the ref for these rows; columns with the same rows share one."""
-        key = (id(source), rows.numpy().tobytes())
-        ref = self._refs.setdefault(key, ColumnRef(source, rows))
-        if name not in ref.names:
-            ref.names.append(name)
-        return list(self._refs).index(key)
 
 
 def load_call(packed: Packed, columns: Sequence[Mapping[str, torch.Tensor]]) -> Any:

@@ -20,7 +20,6 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from verl.registry import did_you_mean
@@ -56,7 +55,8 @@ class WorkerError(RuntimeError):
     def from_exception(cls, error: BaseException, role: str, method: str, rank: int) -> "WorkerError":
         """Convert an exception of this process to text, since the caller may not be able to import its class."""
         stack = error.__traceback__
-        while stack is not None and stack.tb_next is not None and _is_executor_frame(stack):
+        executor = (_PACKAGE_DIR, f"{_PACKAGE_DIR}/local", f"{_PACKAGE_DIR}/ray")
+        while stack and stack.tb_next and os.path.dirname(stack.tb_frame.f_code.co_filename) in executor:
             stack = stack.tb_next  # show the worker's code, not the executor's
         text = "".join(traceback.format_exception(type(error), error, stack))
         return cls(f"{type(error).__name__}: {error}", role, method, rank, traceback=text)
@@ -67,14 +67,6 @@ class WorkerError(RuntimeError):
 
 
 _PACKAGE_DIR = os.path.dirname(__file__)
-
-
-def _is_executor_frame(stack: TracebackType) -> bool:
-    return os.path.dirname(stack.tb_frame.f_code.co_filename) in (
-        _PACKAGE_DIR,
-        f"{_PACKAGE_DIR}/local",
-        f"{_PACKAGE_DIR}/ray",
-    )
 
 
 class WorkerDied(WorkerError):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.tracking.formatting import HEADLINES
-from verl.tracking.runs import RecordedRun, Series, labels, open_run, read_metrics
+from verl.tracking.runs import RecordedRun, labels, open_run, read_metrics
 from verl.utils.redaction import printable
 
 __all__ = ["centred_mean", "moving_mean", "read_metrics", "robust_limits", "save_comparison", "save_curves"]
@@ -101,8 +101,11 @@ def _save(
         for color, (run, name) in enumerate(zip(runs, names)):
             series = next((run.metrics[key] for key in metric if key in run.metrics), None)
             if series:
-                _draw(axis, series, f"C{color}", name)
-                plotted += [value for _, value in series]
+                steps, values = zip(*series)
+                faint, mean = None if name else "each step", name or f"mean of {CENTRED} steps"
+                axis.plot(steps, values, color=f"C{color}", alpha=0.3, linewidth=1, label=faint)
+                axis.plot(steps, centred_mean(values), color=f"C{color}", linewidth=2, label=mean)
+                plotted += values
             if index == 0 and keys is None:
                 plotted += _draw_validation(axis, run, color, name)
         _finish(axis, panel, plotted)
@@ -130,12 +133,6 @@ def _panels(runs: Sequence[RecordedRun], keys: Sequence[str] | None) -> Mapping[
     if not panels:
         raise ValueError(f"{files} has nothing to plot: expected one of {sum(PANELS.values(), ())}")
     return panels
-
-
-def _draw(axis: Any, series: Series, color: str, name: str) -> None:
-    steps, values = zip(*series)
-    axis.plot(steps, values, color=color, alpha=0.3, linewidth=1, label=None if name else "each step")
-    axis.plot(steps, centred_mean(values), color=color, linewidth=2, label=name or f"mean of {CENTRED} steps")
 
 
 def _draw_validation(axis: Any, run: RecordedRun, color: int, name: str) -> list[float]:

@@ -144,7 +144,10 @@ class StepLine:
         if values.keys() - self._known:
             self._known |= values.keys()
             self._columns = self._fitting(self._width - len(number) - len("  0.36s") - self._longest_eta)
-        cells = [f"  {label} {_cell(values.get(name), characters)}" for label, name, characters in self._columns]
+        cells = []
+        for label, name, width in self._columns:
+            value = values.get(name)
+            cells.append(f"  {label} {'-'.rjust(width) if value is None else format_fixed(value, width)}")
         if not any(name in self._known for _, name, _ in _FIELDS):
             cells = [f"  {name} {text}" for name, text in format_headline(metrics).items()]
         return "".join([number, *cells, f"  {format_fixed(seconds, 4)}s", f"  ETA {format_clock(remaining)}"])
@@ -157,10 +160,6 @@ class StepLine:
                 break
             columns = [field for field in columns if field[0] != dropped]
         return columns
-
-
-def _cell(value: float | None, width: int) -> str:
-    return "-".rjust(width) if value is None else format_fixed(value, width)
 
 
 def format_validation(step: int, metrics: Mapping[str, float], best: tuple[int, float] | None) -> str:

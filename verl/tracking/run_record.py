@@ -147,18 +147,14 @@ class RunRecord:
         if not record:
             return
         try:
-            self._append({"step": step, "every": self._every, **record})
+            append_line(self._steps, {"step": step, "every": self._every, **record})
+            if self._steps.stat().st_size > STEPS_LIMIT:  # drop every other step
+                self._every *= 2
+                kept = [item for item in self._recorded() if (item["step"] - 1) % self._every == 0]
+                write_lines(self._steps, [{**item, "every": self._every} for item in kept])
         except OSError as error:  # as with trackers, training continues
             self._broken = True
             logger.warning("%s cannot be written (%s): no further steps are recorded", self._steps, error)
-
-    def _append(self, record: Mapping[str, Any]) -> None:
-        """Write a line. Drop every other step if the file has become too large."""
-        append_line(self._steps, record)
-        if self._steps.stat().st_size > STEPS_LIMIT:
-            self._every *= 2
-            kept = [item for item in self._recorded() if (item["step"] - 1) % self._every == 0]
-            write_lines(self._steps, [{**item, "every": self._every} for item in kept])
 
     def _recorded(self) -> list[dict[str, Any]]:
         """The lines of steps.jsonl with a step, and a step between two of them, of at least 1."""

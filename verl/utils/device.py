@@ -21,8 +21,6 @@ _DTYPES = {
     "float16": torch.float16,
 }
 
-_GIB = 1 << 30
-
 
 def resolve_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     """Return the torch device for a config value.
@@ -101,15 +99,6 @@ def frozen_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Memory metrics of a training step, in GiB: host memory of this process, and peak GPU memory on a GPU."""
-    metrics = {"perf/cpu_memory_used_gb": process_rss() / _GIB}
-    if device.type == "cuda":
-        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / _GIB
-        metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(device) / _GIB
-    return metrics
 
 
 # ---- names of public verl -------------------------------------------------------------------------------------------

@@ -160,11 +160,9 @@ def _secrets() -> tuple[str, ...]:
 
 def printable(text: str) -> str:
     """Escape control characters, which could change the state of the terminal."""
-    return "\n".join(line if line.isprintable() else _escape_line(line) for line in text.split("\n"))
-
-
-def _escape_line(line: str) -> str:
-    return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\t\n" else repr(c)[1:-1] for c in text)
 
 
 def console_text(text: str) -> str:

@@ -297,18 +297,11 @@ class _Receiving:
 def _exchange(
     group: TransferGroup, record: tuple[int, int, int] = _NOTHING, reason: str = "", raises: bool = True
 ) -> tuple[int, int, int]:
-    """Exchange records, and check that every rank can continue with the push.
-
-    Args:
-        record: of rank 0: number, bytes and layout bytes of the next bucket.
-        reason: why this rank cannot continue; empty if it can.
-        raises: False for a rank that raises its own error.
-
-    Returns:
-        The record of rank 0.
+    """Exchange records, return that of rank 0 (number, bytes and layout bytes of the next bucket), and check that every
+    rank can continue. reason: why this one cannot; empty if it can.
 
     Raises:
-        ValueError: on every rank, with the reason of the first rank that cannot continue.
+        ValueError: on every rank that `raises`, with the reason of the first rank that cannot continue.
     """
     gathered = group.gather([int(bool(reason)), *record])
     if any(failed for failed, *_ in gathered):

@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
 
 import torch
 from torch import multiprocessing
@@ -137,9 +136,9 @@ class _Sending:
         slot = self.slots.get(content.data_ptr())
         handle = None
         if slot is None:
-            base = content if len(content) > self.sync.bucket_bytes else _whole(content, self.sync.bucket_bytes)
-            handle = base
+            handle = content
             if len(content) <= self.sync.bucket_bytes:
+                handle = content.as_strided((self.sync.bucket_bytes,), (1,), content.storage_offset())
                 self.slots[content.data_ptr()] = slot = len(self.slots)
         if content.is_cuda:
             torch.cuda.synchronize(content.device)  # the other processes do not know this stream
@@ -180,11 +179,11 @@ def receive_ipc(receiver: WeightReceiver, channel: Channel, version: int) -> Syn
             pushed, config, is_last, compares = values
             if pushed != version:
                 raise ValueError(f"expected weights of version {version}, found version {pushed}")
-            receiving = _Receiving(channel)
+            sums: list[torch.Tensor] = []
             loading = Loading(receiver, version, compares)
-            loading.load(Part(config, receiving.tensors()))
+            loading.load(Part(config, _received(channel, sums)))
             size += loading.bytes
-            checksums.append(combine(receiving.sums))
+            checksums.append(combine(sums))
             channel.send_bytes(pickle.dumps(""))
     except _SenderError:
         raise
@@ -198,37 +197,31 @@ class _SenderError(ValueError):
     """The trainer failed, and expects no reply."""
 
 
-class _Receiving:
-    """One part of a push in a process of the engine."""
-
-    def __init__(self, channel: Channel):
-        self.channel = channel
-        self.buffers: dict[int, torch.Tensor] = {}
-        self.sums: list[torch.Tensor] = []
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) of every parameter: views of shared memory, valid until the next one is read."""
-        while True:
-            kind, *values = pickle.loads(self.channel.recv_bytes())
-            if kind == "end":
-                return
-            if kind == "error":
-                raise _SenderError(f"weight sync: the trainer cannot send the weights: {values[0]}")
-            (number, entries, size), slot, handle, sums = values
-            if handle is not None and slot is not None:
-                self.buffers[slot] = handle
-            bucket = Bucket(number, entries, (handle if slot is None else self.buffers[slot])[:size])
-            received = sums_of(bucket.content)
-            row = first_differing_row(torch.from_numpy(sums).to(received.device), received)
-            if row is not None:
-                name = bucket.parameter_at(max(row, 0) * ROW_BYTES)
-                raise ValueError(f"bucket {number} is corrupted; the first differing parameter is {name}")
-            self.sums.append(received)
-            yield from bucket.parameters()
-            if bucket.content.is_cuda:
-                torch.cuda.synchronize(bucket.content.device)  # the loads have ended before the trainer writes again
-            del bucket, handle
-            self.channel.send_bytes(pickle.dumps(""))
+def _received(channel: Channel, sums: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of every parameter of one part of a push: views of shared memory, valid until the next one
+    is read. sums: those of each bucket are appended."""
+    buffers: dict[int, torch.Tensor] = {}
+    while True:
+        kind, *values = pickle.loads(channel.recv_bytes())
+        if kind == "end":
+            return
+        if kind == "error":
+            raise _SenderError(f"weight sync: the trainer cannot send the weights: {values[0]}")
+        (number, entries, size), slot, handle, sent = values
+        if handle is not None and slot is not None:
+            buffers[slot] = handle
+        bucket = Bucket(number, entries, (handle if slot is None else buffers[slot])[:size])
+        received = sums_of(bucket.content)
+        row = first_differing_row(torch.from_numpy(sent).to(received.device), received)
+        if row is not None:
+            name = bucket.parameter_at(max(row, 0) * ROW_BYTES)
+            raise ValueError(f"bucket {number} is corrupted; the first differing parameter is {name}")
+        sums.append(received)
+        yield from bucket.parameters()
+        if bucket.content.is_cuda:
+            torch.cuda.synchronize(bucket.content.device)  # the loads have ended before the trainer writes again
+        del bucket, handle
+        channel.send_bytes(pickle.dumps(""))
 
 
 def _shared(size: int, device: torch.device) -> torch.Tensor:
@@ -237,11 +230,6 @@ def _shared(size: int, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=device)
     with _named_memory():
         return torch.empty(size, dtype=torch.uint8).share_memory_()
-
-
-def _whole(content: torch.Tensor, size: int) -> torch.Tensor:
-    """The whole buffer that begins with `content`."""
-    return content.as_strided((size,), (1,), content.storage_offset())
 
 
 @contextmanager
@@ -255,19 +243,14 @@ def _named_memory() -> Iterator[None]:
         multiprocessing.set_sharing_strategy(strategy)
 
 
-def _dumps(message: Any) -> bytes:
-    """Pickle a message; a tensor in shared memory becomes a handle."""
-    content = io.BytesIO()
-    with _named_memory():
-        ForkingPickler(content).dump(message)
-    return content.getvalue()
-
-
 def _send_all(channels: list[Channel], message: tuple, ignore_errors: bool = False) -> None:
     """Send a message to every process. A CUDA handle is made for each, because each one counts references."""
     for process, channel in enumerate(channels):
+        content = io.BytesIO()
         try:
-            channel.send_bytes(_dumps(message))
+            with _named_memory():
+                ForkingPickler(content).dump(message)
+            channel.send_bytes(content.getvalue())
         except (BrokenPipeError, OSError):
             if not ignore_errors:
                 raise ValueError(f"weight sync: rollout process {process} has ended") from None

@@ -72,14 +72,7 @@ def check_ranks(config: Config) -> Iterator[Problem]:
 def _check_role(
     config: Config, prefix: str, role: ActorConfig | RefConfig | CriticConfig, devices: list[int] | None
 ) -> Iterator[Problem]:
-    """The sizes of one role divide its ranks, and the ranks a mini-batch.
-
-    Args:
-        config: the configuration.
-        prefix: of its keys.
-        role: its section.
-        devices: its devices; None: all.
-    """
+    """The sizes of one role divide its ranks, and the ranks a mini-batch. prefix: of its keys. devices: None: all."""
     engine, n = role.engine, config.actor_rollout_ref.rollout.n
     section = prefix + next(name for name, value in role if value is engine)
     ranks = len(devices) if devices else config.trainer.nnodes * config.trainer.n_gpus_per_node

@@ -54,7 +54,9 @@ class EngineState:
     @torch.no_grad()
     def optimizer_state(self) -> Boxes:
         """Copies of the optimizer state on the host; data-parallel ranks share the parameters. Collective."""
-        step = max((_step_of(optimizer) for optimizer in self._optimizers), default=0)
+        inner = [optimizer.optimizer for optimizer in self._optimizers]
+        groups = [group for optimizer in inner for group in (*optimizer.state.values(), *optimizer.param_groups)]
+        step = int(max((group["step"] for group in groups if "step" in group), default=0))
         boxes: Boxes = {_STEP: [(Region(_STEP, (0,), (1,), (1,)), torch.tensor([step]))]}
         for optimizer in self._optimizers:
             names = (*_MOMENTS, _MAIN) if step else (_MAIN,)
@@ -186,10 +188,3 @@ def _full_state(
 def _tensors(optimizer: Any, slot: _Slot, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
     state = optimizer.optimizer.state.get(slot.main, {}) | {_MAIN: slot.main}
     return {name: state[name] for name in names if name != _MAIN or slot.parameter.dtype != torch.float32}
-
-
-def _step_of(optimizer: Any) -> int:
-    """Updates so far."""
-    counts = [state["step"] for state in optimizer.optimizer.state.values() if "step" in state]
-    counts += [group["step"] for group in optimizer.optimizer.param_groups if "step" in group]
-    return int(max(counts, default=0))

@@ -170,13 +170,18 @@ class TokenGPT(GPTModel):
         if kind != "causal_lm" and post_process:
             del self.output_layer
             self.score = nn.Linear(hf.hidden_size, 1, dtype=config.params_dtype)
-        self.rotary = _rotary_embedding(hf)
+        architecture = importlib.import_module(f"transformers.models.{hf.model_type}.modeling_{hf.model_type}")
+        name = type(hf).__name__.removesuffix("Config")
+        self.rotary = getattr(architecture, f"{name}RotaryEmbedding")(hf)  # scaling included; it has no parameters
         self.routing: ChunkRouting | None = None  # set if the model has experts
 
     def forward(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> torch.Tensor | Tensors:
         """Hidden states (n, 1, H) of a stage that is not the last; else each output, (b, T), float32."""
         embedded = self._embed(model_input.input_ids) if self.pre_process else None
-        cos, sin = (x[0] for x in self._cos_sin(model_input.position_ids))
+        positions = model_input.position_ids
+        with torch.no_grad():
+            like = torch.empty(0, dtype=self.config.params_dtype, device=positions.device)
+            cos, sin = (x[0] for x in self.rotary(like, positions))
         if self.routing is not None:
             self.routing.start(model_input)
         states = self.decoder(
@@ -202,11 +207,6 @@ class TokenGPT(GPTModel):
         if self.config.sequence_parallel:
             is_padding = is_padding.chunk(self.config.tensor_model_parallel_size)[self.tp_group.rank()]
         return torch.where(is_padding, embedded.detach(), embedded)
-
-    @torch.no_grad()
-    def _cos_sin(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = self.config.params_dtype
-        return self.rotary(torch.empty(0, dtype=dtype, device=position_ids.device), position_ids)
 
     @property
     def local_entries(self) -> tuple[int, int]:
@@ -248,10 +248,3 @@ class TokenGPT(GPTModel):
         return token_statistics(
             states, model_input.targets, head, len(weight), outputs, temperature, sharded_statistics=sharded
         )
-
-
-def _rotary_embedding(hf: Any) -> nn.Module:
-    """The rotary embedding of transformers for this architecture, scaling included. It has no parameters."""
-    name = type(hf).__name__.removesuffix("Config")
-    module = importlib.import_module(f"transformers.models.{hf.model_type}.modeling_{hf.model_type}")
-    return getattr(module, f"{name}RotaryEmbedding")(hf)

@@ -212,15 +212,8 @@ class HFRollout(RolloutEngine):
     def _images(
         self, requests: list[Request], ids: torch.Tensor, mask: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
-        """The arguments of a model for the images of left-padded prompts, with the positions of training.
-
-        Args:
-            requests: b requests.
-            ids, mask: (b, P) tokens and attention mask.
-
-        Returns:
-            The arguments, none without images, and the context for calling the model (`TextTokens.embedded`).
-        """
+        """The arguments of a model for the images of left-padded prompts (b, P), with the positions of training, none
+        without images; and the context for calling the model (`TextTokens.embedded`)."""
         config, inputs = self.module.config, [request.multi_modal_inputs for request in requests]
         if not self.reads_images or not any(inputs):
             return {}, nullcontext()

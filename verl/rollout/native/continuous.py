@@ -174,11 +174,8 @@ class ContinuousBatch:
     # ---- the loop -----------------------------------------------------------------------------------------------
 
     def _steps(self, is_open: bool) -> Iterator[bool]:
-        """Run batches until no request is left. Yields True between two steps. Runs in inference mode.
-
-        Args:
-            is_open: whether requests may arrive meanwhile, and each is waited for by itself.
-        """
+        """Run batches until no request is left, in inference mode. Yields True between two steps. is_open: requests
+        may arrive meanwhile, and each is waited for by itself."""
         while self.queue:
             if is_open:
                 with torch.inference_mode(False):  # the engine may share the tensors with training
@@ -251,10 +248,7 @@ class ContinuousBatch:
                 del self.running[each.row.index]
 
     def _take_compatible(self, params: SamplingParams) -> list[_Pending]:
-        """Move the first requests of the queue that share `params` to `running`.
-
-        An invalid request fails without affecting the others.
-        """
+        """Move the first requests of the queue that share `params` to `running`. An invalid request fails alone."""
         taken = []
         while self.queue and self.queue[0].params == params:
             pending = self.queue[0]

@@ -129,11 +129,8 @@ class SglangAdapterReceiver(AppliedAdapters, SglangReceiver):
     def _matrices(
         self, scaling: Mapping[str, float], pairs: Iterator[tuple[str, torch.Tensor, torch.Tensor]]
     ) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
-        """The matrices to send: B is scaled, since SGLang has one factor for all layers.
-
-        Returns:
-            PEFT name -> matrix; and buffer of SGLang, see `load_adapter` -> PEFT names of the matrices in it.
-        """
+        """PEFT name -> matrix to send, B scaled, since SGLang has one factor for all layers; and buffer of SGLang, see
+        `load_adapter` -> PEFT names of the matrices in it."""
         matrices: dict[str, torch.Tensor] = {}
         sources: dict[str, list[str]] = {}
         for layer, a, b in self._with_zeros(pairs):

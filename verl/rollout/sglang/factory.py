@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -49,7 +48,11 @@ def make_sglang(
     args = engine_args(copy, env, capabilities)
     if adapted is not None:
         args = lora_args(adapted, on_gpu, memory_saver=args["enable_memory_saver"]) | args
-    _log_seeds(args)
+    if not args.get("enable_deterministic_inference"):
+        log.info(
+            "rollout.name=sglang: sampled tokens do not depend on rollout.seed alone; with "
+            "engine_kwargs.sglang.enable_deterministic_inference=true they do (slower)"
+        )
     media = MediaReader(copy.hf_config) if copy.reads_images else None
     arguments, on_failure = partial(arguments_of, records=copy.records, media=media), FailureHandler()
     if adapted is not None:
@@ -72,14 +75,6 @@ def make_sglang(
         receiver.prepare_release()
     copy.fill(receiver)
     return SglangRollout(copy, service, memory, receiver, media)
-
-
-def _log_seeds(args: dict[str, Any]) -> None:
-    if not args.get("enable_deterministic_inference"):
-        log.info(
-            "rollout.name=sglang: sampled tokens do not depend on rollout.seed alone; with "
-            "engine_kwargs.sglang.enable_deterministic_inference=true they do (slower)"
-        )
 
 
 def _decoder(copy: EngineCopy) -> Callable[[str], np.ndarray] | None:

@@ -156,7 +156,9 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
             model.load_weights(item for name, tensor in weights for item in names.unfused(name, tensor))
             forget_features()
         if order["dtype"] is not None:
-            outcome["stored"] = stored_in(model, order["dtype"])
+            stored = dict(model.named_parameters())
+            sums = sums_of_bits(item for item in stored.items() if str(item[1].dtype) == order["dtype"])
+            outcome["stored"] = {name: (tensor.numel(), sums.get(name)) for name, tensor in stored.items()}
         if content.is_cuda:
             torch.cuda.synchronize()  # the trainer uses the memory again
     except Exception as raised:
@@ -174,13 +176,6 @@ def check_received(tensors: Sequence[tuple[str, torch.Tensor]], sent: Mapping[st
         raise ValueError(
             f"expected the bits that were sent, found others in {len(wrong)} of {len(sent)} tensors, first {wrong[:3]}"
         )
-
-
-def stored_in(model: nn.Module, dtype: str) -> Stored:
-    """What the model of this rank stores; dtype: of the weights that were sent."""
-    parameters = dict(model.named_parameters())
-    sums = sums_of_bits(item for item in parameters.items() if str(item[1].dtype) == dtype)
-    return {name: (parameter.numel(), sums.get(name)) for name, parameter in parameters.items()}
 
 
 def wait_before_unmapping() -> None:

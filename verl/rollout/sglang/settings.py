@@ -141,11 +141,7 @@ def engine_args(copy: EngineCopy, env: RolloutEnv, capabilities: Capabilities) -
 
 
 def _expert_args(copy: EngineCopy, on_gpu: bool, capabilities: Capabilities) -> dict[str, Any]:
-    """Arguments for a mixture of experts.
-
-    Raises:
-        ValueError: choices that this SGLang does not report, or a tied output layer.
-    """
+    """Arguments for a mixture of experts. ValueError: its choices are not reported, or a tied output layer."""
     args: dict[str, Any] = {}
     config, text = copy.config, copy.hf_config.get_text_config()
     if copy.has_experts and text.tie_word_embeddings:

@@ -153,18 +153,10 @@ class SglangReceiver(EngineReceiver):
         adapter: dict[str, Any] | None = None,
         compares: bool = False,
     ) -> list[Stored]:
-        """Load tensors in every rank.
+        """Load weights, or the tensors of an adapter (`load_adapter`), in every rank.
 
-        Args:
-            tensors: weights, or those of an adapter.
-            sums: name -> sum of the bits of each, which every rank compares with what it has received.
-            folder: for the outcomes.
-            version: on the last call of a push, its version.
-            adapter: see `load_adapter`.
-            compares: whether to return what each rank stores of the weights.
-
-        Returns:
-            What each rank stores, see `read_outcomes`.
+        sums: name -> sum of the bits, which every rank compares with what it has received. version: of the push, on its
+        last call. Returns what each rank stores (`read_outcomes`); of weights only if `compares`.
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer

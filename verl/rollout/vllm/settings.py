@@ -106,11 +106,7 @@ def engine_args(copy: EngineCopy, env: RolloutEnv, capabilities: Capabilities) -
 
 
 def _vision_args(capabilities: Capabilities) -> dict[str, Any]:
-    """Arguments for a vision-language model.
-
-    Raises:
-        ValueError: vLLM would keep features of old weights, or torchvision is not installed.
-    """
+    """Arguments for a vision-language model. ValueError: features of old weights would be kept, or no torchvision."""
     if not capabilities.reset_encoder_cache:
         raise ValueError(
             f"rollout.name=vllm: vLLM {capabilities.version} lacks LLMEngine.reset_encoder_cache, so images would keep "
@@ -133,17 +129,12 @@ def _tensor_parallel_args(capabilities: Capabilities, kwargs: dict[str, Any]) ->
     if capabilities.async_scheduling:
         args["async_scheduling"] = False  # its order of steps depends on time; all ranks must take the same steps
     if capabilities.fused_all_reduce:
-        args["compilation_config"] = _without_fused_all_reduce(kwargs.pop("compilation_config", None))
+        # off unless it is set: vLLM 0.24 has it on for Hopper and Blackwell, see `capabilities.set_environment`
+        value = kwargs.pop("compilation_config", None)
+        config = {"mode": value} if isinstance(value, int) else dict(value or {})
+        passes = {"fuse_allreduce_rms": False} | dict(config.get("pass_config") or {})
+        args["compilation_config"] = config | {"pass_config": passes}
     return args
-
-
-def _without_fused_all_reduce(value: int | dict[str, Any] | None) -> dict[str, Any]:
-    """`compilation_config` with the pass off unless it sets it; see `capabilities.set_environment`.
-
-    vLLM 0.24 has it on by default for tensor parallelism on Hopper and Blackwell.
-    """
-    config = {"mode": value} if isinstance(value, int) else dict(value or {})
-    return config | {"pass_config": {"fuse_allreduce_rms": False} | dict(config.get("pass_config") or {})}
 
 
 def memory_share(asked: float, device: torch.device) -> float:

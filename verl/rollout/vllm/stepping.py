@@ -39,10 +39,6 @@ class Job(EngineJob):
     searched: int = 0  # tokens that were searched for stop strings
     reported: int = 0  # tokens passed to request.on_tokens
 
-    @property
-    def must_end(self) -> bool:
-        return self.is_aborted or self.future.cancelled()
-
     def report(self) -> None:
         """Pass new tokens to `request.on_tokens`, with stop strings only those that were searched."""
         until = len(self.token_ids) if self.request.params.stop is None else self.searched
@@ -133,6 +129,12 @@ class Stepper(EngineRequests):
         for job in [*self._new, *self._running.values()]:
             job.is_aborted |= matches(job.request)
 
+    async def _end(self) -> None:
+        """Abort all requests, and wait until the engine has none."""
+        self._abort(lambda request: True)  # after an error; otherwise none is left
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
     async def _close(self, caller: str, idle: bool) -> list[Job]:
         running = list(self._running.values())
         if (idle and (running or self._new)) or not all(job.streams for job in running):
@@ -142,12 +144,6 @@ class Stepper(EngineRequests):
 
     async def _reopen(self) -> None:
         self._may_step.set()
-
-    async def _end(self) -> None:
-        """Abort all requests, and wait until the engine has none."""
-        self._abort(lambda request: True)  # after an error; otherwise none is left
-        if self._task is not None:
-            await asyncio.wait([self._task])
 
     async def _serve(self) -> None:
         """Step until no request is left. Submissions, aborts and exclusive calls run between two steps."""
@@ -168,10 +164,14 @@ class Stepper(EngineRequests):
 
     def _iterate(self) -> bool:
         """Admit, abort and step once. Returns False when no request is left."""
-        ended = [job for job in [*self._running.values(), *self._new] if job.must_end]
+        jobs = [*self._running.values(), *self._new]
+        ended = [job for job in jobs if job.is_aborted or job.future.cancelled()]
         new, self._new = [job for job in self._new if job not in ended], []
         for job in new:
-            self._admit(job)
+            self._count += 1
+            job.key = str(self._count)
+            job.versions.append((0, self._version()))
+            self._running[job.key] = job
         for job in ended:
             self._running.pop(job.key, None)
         removed, self._stopped = [*self._stopped, *(job.key for job in ended if job.key)], []
@@ -185,12 +185,6 @@ class Stepper(EngineRequests):
         for job in ended:
             job.finish("abort")
         return is_stepping
-
-    def _admit(self, job: Job) -> None:
-        self._count += 1
-        job.key = str(self._count)
-        job.versions.append((0, self._version()))
-        self._running[job.key] = job
 
     def _step(self, new: list[Job], removed: list[str]) -> list[Any]:
         # stop strings are searched for on rank 0 only
@@ -242,12 +236,8 @@ class Stepper(EngineRequests):
                 job.finish("stop" if end is not None or chunk.finish_reason == "stop" else "length")
 
     def _record(self, job: Job, output: Any = None) -> None:
-        """Set the experts that were chosen for the tokens of a job.
-
-        Args:
-            job: has ended.
-            output: with the choices of a request that vLLM has finished. None: it has not, but has collected some.
-        """
+        """Set the experts that were chosen for the tokens of a job that has ended. output: with the choices; None: vLLM
+        has not finished the request, but has collected some."""
         if self._recorded_layers is None or not job.token_ids:
             return
         outputs = self._engine.output_processor

@@ -122,13 +122,17 @@ class ProcessPool:
         self._selector = selectors.DefaultSelector()
         # A pipe without a writer but this process: its end of file tells the children that this process is gone.
         self._lifeline, self._lifeline_writer = os.pipe()
-        _raise_open_files_limit()
+        if sys.platform == "linux":  # each result with large columns is an open file (`column_files`)
+            _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
         port = free_port()
         rank_envs = [RankEnv(rank, n, rank, n, master_port=port) for rank in range(n)]
         environments = [_environment(rank_env, devices, env or {}) for rank_env in rank_envs]
         # The driver of a GPU does not survive a fork.
         can_fork = sys.platform == "linux" and devices is None and not torch.accelerator.is_available()
-        preload = _modules(specs) if can_fork else None
+        # Modules of users are imported by each process, as they may start threads.
+        modules = {spec.cls.__module__ for spec in specs.values() if isinstance(spec.cls, type)}
+        preload = [*_LIBRARIES, *sorted(name for name in modules if name.startswith("verl."))] if can_fork else None
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(
             target=self._monitor, args=(environments, preload, started), name="worker monitor", daemon=True
@@ -377,13 +381,6 @@ def _print_lines(reader: int) -> None:
             log.console().print(Text(printable(Text.from_ansi(line.rstrip("\n")).plain)), soft_wrap=True)
 
 
-def _raise_open_files_limit() -> None:
-    """Raise the limit of open files to the maximum: each result with large columns is one (`column_files`)."""
-    if sys.platform == "linux":
-        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
-
-
 def _environment(rank_env: RankEnv, devices: Sequence[int] | None, env: Mapping[str, str]) -> dict[str, str]:
     """The environment of one process: that of this one, its rank, its devices, and its share of the CPU cores."""
     env = {**os.environ, **env, **rank_env.env}
@@ -392,9 +389,3 @@ def _environment(rank_env: RankEnv, devices: Sequence[int] | None, env: Mapping[
     if devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = visible_devices(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return env
-
-
-def _modules(specs: Mapping[str, WorkerSpec]) -> list[str]:
-    """Modules that the workers need. Those of users are imported by each process, as they may start threads."""
-    modules = {spec.cls.__module__ for spec in specs.values() if isinstance(spec.cls, type)}
-    return [*_LIBRARIES, *sorted(name for name in modules if name.startswith("verl."))]

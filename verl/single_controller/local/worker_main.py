@@ -23,15 +23,6 @@ from verl.single_controller.worker_group import WorkerError
 from verl.utils.log import setup_worker_logging
 
 
-def start_parent_watchdog(lifeline: int) -> subprocess.Popen:
-    """Kill this process and everything it started when the parent ends, however the parent ends.
-
-    The watchdog is a shell in the process group of this process: it works while this process is stuck in C code, and
-    when this process is killed at the same moment as its parent.
-    """
-    return subprocess.Popen(["/bin/sh", "-c", "trap '' INT TERM; read line; kill -KILL 0"], stdin=lifeline)
-
-
 def ignore_interruptions() -> None:
     """Leave SIGINT and SIGTERM to the controller, which ends this process after the step in flight.
 
@@ -99,7 +90,9 @@ def main() -> None:
         os.dup2(descriptor, 2)
         os.close(descriptor)
     ignore_interruptions()
-    watchdog = start_parent_watchdog(lifeline)
+    # Kills this process and everything it started when the parent ends, however it ends. It is a shell in the process
+    # group of this process: it works while this process is stuck in C code, or is killed together with its parent.
+    watchdog = subprocess.Popen(["/bin/sh", "-c", "trap '' INT TERM; read line; kill -KILL 0"], stdin=lifeline)
     start_reports(reports)
     host = WorkerHost()
     setup_worker_logging(host.rank)

@@ -31,7 +31,7 @@ from verl.single_controller.dispatch import Call
 from verl.single_controller.placement import ResourcePool
 from verl.single_controller.ray.placement import START_TIMEOUT, reserve
 from verl.single_controller.ray.rank_actor import ActorInfo, RankActor, StoredRows
-from verl.single_controller.remote_batch import ColumnRef, Packed, PackedCall, Source, nbytes, unpack, unpack_result
+from verl.single_controller.remote_batch import ColumnRef, PackedCall, Source, nbytes, unpack, unpack_result
 from verl.single_controller.worker import RankEnv, WorkerSpec
 from verl.single_controller.worker_group import (
     CALL_TIMEOUT,
@@ -252,7 +252,17 @@ class RayPool:
             }
             pending = self._pending_call(role, method, refs, calls)
             self._pending.append(pending)
-        return Future(lambda timeout: self._results(pending, timeout))
+
+        def results(timeout: float | None) -> list:
+            self._wait(pending, timeout)
+            unpacked: list[Any] = [None] * len(calls)
+            for rank, packed in pending.replies.items():
+                unpacked[rank] = unpack_result(
+                    packed, functools.cache(functools.partial(_RemoteSource, self._ranks[rank]))
+                )
+            return unpacked
+
+        return Future(results)
 
     def _pending_call(self, role: str, method: str, refs: dict[ray.ObjectRef, int], calls: list) -> _PendingCall:
         watch = CallWatch(self.durations, role, method, running_operator())
@@ -266,23 +276,11 @@ class RayPool:
             if keys:
                 rank.actor.drop.options(concurrency_group="data").remote(keys)
 
-    def _results(self, pending: _PendingCall, timeout: float | None) -> list:
-        n = len(pending.calls)
-        self._wait(pending, timeout)
-        return [self._unpack(rank, pending.replies[rank]) if rank in pending.replies else None for rank in range(n)]
-
-    def _unpack(self, rank: int, packed: Packed) -> Any:
-        return unpack_result(packed, functools.cache(lambda key: _RemoteSource(self._ranks[rank], key)))
-
     # ---- replies and failures -------------------------------------------------------------------------------------
 
     def _wait(self, pending: _PendingCall, timeout: float | None) -> None:
-        """Receive the replies of all ranks.
-
-        Raises:
-            TimeoutError: The call is still running after `timeout` seconds; it can be waited for again.
-            WorkerError: A rank failed or died, or the call exceeded its limit. All processes are killed.
-        """
+        """Receive the replies of all ranks. TimeoutError: after `timeout` seconds; the call can be waited for again.
+        WorkerError: a rank failed or died, or the call exceeded its limit; all processes are killed."""
         until = math.inf if timeout is None else time.monotonic() + timeout
         while pending.refs:
             ref = self._next_reply(pending, until)

@@ -119,21 +119,18 @@ class ShardReader:
         """The shards that a bucket reads, in the order of its keys. Buckets are read in order."""
         keys = self._plan.buckets[number].keys
         while any(key not in self._in_use for key in keys):
-            self._read_next()
+            key, tensor = next(self._unread), next(self._tensors)
+            box = self._plan.shards[key].box
+            if tensor.numel() != box.numel:
+                name = self._plan.names[key[0]]
+                raise ValueError(f"weight sync: the shard of {name} has {tensor.numel()} elements, expected {box}")
+            if key in self._plan.last_use:
+                self._in_use[key] = tensor.contiguous()
         shards = [self._in_use[key] for key in keys]
         for key in keys:
             if self._plan.last_use[key] <= number:
                 del self._in_use[key]
         return shards
-
-    def _read_next(self) -> None:
-        key, tensor = next(self._unread), next(self._tensors)
-        box = self._plan.shards[key].box
-        if tensor.numel() != box.numel:
-            name = self._plan.names[key[0]]
-            raise ValueError(f"weight sync: the shard of {name} has {tensor.numel()} elements, expected {box}")
-        if key in self._plan.last_use:
-            self._in_use[key] = tensor.contiguous()
 
     def finish(self) -> None:
         """Read the rest: reading is collective."""
@@ -352,11 +349,7 @@ class ReshardSync(WeightSync):
 
 
 def _check_stored(name: str, tensor: torch.Tensor, layout: Stored) -> None:
-    """Check that a tensor is what the layout says: chunks are written by their positions in it.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Raise ValueError if a tensor is not what the layout says: chunks are written by their positions in it."""
     size = layout.rows * layout.columns
     if not tensor.is_contiguous() or tensor.dtype != layout.dtype or tensor.numel() != size:
         actual = f"{'' if tensor.is_contiguous() else 'not contiguous, '}{tensor.numel()} elements of {tensor.dtype}"
