@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 
 from verl.columns import one_token_short
 from verl.protocol import DataProto
-from verl.rewards.functions import COLUMN_FORMS, ScoreFunction
+from verl.rewards.functions import COLUMN_FORMS, ScoreFunction, named_parameters
 from verl.rewards.managers import (
     REWARD_MANAGER_REGISTRY,
     RewardManager,
@@ -34,8 +34,8 @@ from verl.rewards.managers import (
     scores_single_samples,
 )
 from verl.rewards.outcome import RewardError
-from verl.rewards.responses import reward_positions
-from verl.rewards.sandbox.calls import Isolation, call_async, remote_call
+from verl.rewards.responses import place_scores, token_masks
+from verl.rewards.sandbox.calls import Isolation, call_async, remote_caller
 from verl.rewards.sandbox.pool import Limits, Outcome, ProcessPool, describe_error
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class ColumnsRewardManager(RewardManager):
         pool = self.isolation.pool_for(function)
         if pool is not None:
             limits = Limits(self.timeout, resident_bytes=self.isolation.memory_bytes)
-            outcome = pool.run(remote_call(function, {**keywords, **function.kwargs}), limits)
+            outcome = pool.run(remote_caller(function)({**keywords, **function.kwargs}), limits)
             if outcome.failure is not None:
                 raise self._error(outcome.failure) from outcome.cause
             return outcome.value
@@ -105,8 +105,7 @@ class ColumnsRewardManager(RewardManager):
             problem = f"returned {type(returned).__name__}: expected a tensor of shape (B={len(data)}, T={width})"
             raise self._error(problem) from None
         if scores.shape == (len(data),):
-            rewards = torch.zeros(len(data), width)
-            rewards[torch.arange(len(data)), reward_positions(data)[0]] = scores
+            rewards = place_scores(data, scores)
         elif scores.shape == (len(data), width):
             rewards = scores
         else:
@@ -148,16 +147,14 @@ class SingleRewardManager(RewardManager):
         self.manager = manager
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
-        positions, lengths = reward_positions(data)
         name = f"{type(self.manager).__name__}.run_single"
         scores, extras, failed = self.score_samples(
             data.non_tensor_batch.get("uid", [None] * len(data)),
             lambda todo: self._outcomes(data, todo),
             lambda i, _, bad: f"reward manager {name} {bad}\n  sample {i} of {len(data)}",
         )
-        rewards = torch.zeros(data.column("responses").shape)
-        rewards[torch.arange(len(data)), positions] = torch.tensor(scores)
-        return reward_result(rewards, extras, failed, int((lengths == 0).sum())) if return_dict else rewards
+        rewards, empty = place_scores(data, scores), int((~token_masks(data)[0].any(1)).sum())
+        return reward_result(rewards, extras, failed, empty) if return_dict else rewards
 
     def _outcomes(self, data: DataProto, rows: Sequence[int]) -> Generator[tuple[int, None, Outcome]]:
         """The outcomes of samples, in their order."""
@@ -245,8 +242,7 @@ def create_public_manager(
     Raises:
         ValueError: The constructor does not accept the arguments.
     """
-    parameters = inspect.signature(cls).parameters
-    accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    parameters, accepts_any = named_parameters(cls)
     scores_samples = scores_single_samples(cls)
     shared = {name: kwargs[name] for name in _SHARED if name in kwargs}
     manager_kwargs = {
@@ -296,7 +292,7 @@ class IsolatedFunction:
         for name, parameter in bound.signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 keywords |= keywords.pop(name, {})
-        outcome = self._pool.run(remote_call(self._function, keywords), self._limits)
+        outcome = self._pool.run(remote_caller(self._function)(keywords), self._limits)
         if outcome.failure is not None:
             raise RewardError(f"reward function {self._function.location} {outcome.failure}") from outcome.cause
         return outcome.value
