@@ -59,7 +59,7 @@ def load_reward_manager(
     function = resolve_reward_function(function_path, function_name, registered_function, reward_kwargs)
     passed = {"num_examine": num_examine, "reward_fn_key": reward_fn_key}
     if is_public_manager(cls):
-        return create_public_manager(cls, tokenizer, function, kwargs=kwargs, config=config, **passed)
+        return create_public_manager(cls, tokenizer, function, kwargs=kwargs, config=config, common=passed)
     if function.form in COLUMN_FORMS and cls is NaiveRewardManager:  # the default manager
         cls = ColumnsRewardManager
     accepted, accepts_any = _constructor_parameters(cls)

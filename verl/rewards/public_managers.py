@@ -162,9 +162,10 @@ class SingleRewardManager(RewardManager):
         async def score(row: int) -> Any:
             return await self.manager.run_single(data[row : row + 1].copy())
 
-        outcomes = dict(call_async(score, rows, self.timeout, self.max_concurrency))
-        for k, row in enumerate(rows):
-            yield k, None, _as_outcome(outcomes[row])
+        calls = [functools.partial(score, row) for row in rows]
+        outcomes = dict(call_async(calls, self.timeout, self.max_concurrency))
+        for k in range(len(rows)):
+            yield k, None, _as_outcome(outcomes[k])
 
 
 def _as_outcome(outcome: Outcome) -> Outcome:
@@ -225,8 +226,7 @@ def create_public_manager(
     tokenizer: Any,
     function: ScoreFunction,
     *,
-    num_examine: int,
-    reward_fn_key: str,
+    common: Mapping[str, Any],
     kwargs: Mapping[str, Any],
     config: Mapping[str, Any] | None,
 ) -> RewardManager:
@@ -234,8 +234,7 @@ def create_public_manager(
 
     Args:
         function: The reward function that it calls as `compute_score`.
-        num_examine: Number of samples per data source that are printed at each call.
-        reward_fn_key: The column with the data source of a sample.
+        common: num_examine and reward_fn_key (see RewardManager).
         kwargs: `reward.reward_kwargs`, and the settings shared by all managers. Mappings get attribute access.
         config: The settings of the run, for constructors with the parameter `config`.
 
@@ -252,7 +251,6 @@ def create_public_manager(
     }
     if "overlong_buffer_cfg" in parameters and "overlong_buffer" in manager_kwargs:  # its name in public verl
         manager_kwargs["overlong_buffer_cfg"] = manager_kwargs.pop("overlong_buffer")
-    common = {"num_examine": num_examine, "reward_fn_key": reward_fn_key, **shared}
     compute_score = _called_by_manager(
         function, Isolation(kwargs.get("isolation", "none"), kwargs.get("memory_limit_mb")), kwargs.get("timeout")
     )
@@ -260,7 +258,7 @@ def create_public_manager(
     if scores_samples:
         arguments |= {"config": OmegaConf.create(dict(config or {})), "reward_router_address": None}
         arguments |= {"reward_model_tokenizer": None}
-    arguments |= {"num_examine": num_examine, "reward_fn_key": reward_fn_key}
+    arguments |= common
     always = {"tokenizer", "compute_score", *({"config"} if scores_samples else {"num_examine", "reward_fn_key"})}
     passed = {name: v for name, v in arguments.items() if name in parameters or (accepts_any and name in always)}
     try:
@@ -271,8 +269,8 @@ def create_public_manager(
             f"{', '.join([*passed, *manager_kwargs])} (the last ones from reward.reward_kwargs)"
         ) from error
     if scores_samples:
-        return SingleRewardManager(tokenizer, function, manager=manager, **common)
-    return ColumnsRewardManager(tokenizer, manager, scores_with=function, **common)
+        return SingleRewardManager(tokenizer, function, manager=manager, **common, **shared)
+    return ColumnsRewardManager(tokenizer, manager, scores_with=function, **common, **shared)
 
 
 class IsolatedFunction:
@@ -288,10 +286,7 @@ class IsolatedFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self._function.func).bind(*args, **self._function.kwargs, **kwargs)
-        keywords = dict(bound.arguments)
-        for name, parameter in bound.signature.parameters.items():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                keywords |= keywords.pop(name, {})
+        keywords = {**dict(zip(bound.signature.parameters, bound.args)), **bound.kwargs}
         outcome = self._pool.run(remote_caller(self._function)(keywords), self._limits)
         if outcome.failure is not None:
             raise RewardError(f"reward function {self._function.location} {outcome.failure}") from outcome.cause

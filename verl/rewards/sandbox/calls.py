@@ -108,21 +108,21 @@ class Isolation:
         self.mode = mode
         self.memory_bytes = memory_limit_mb << 20 if memory_limit_mb else psutil.virtual_memory().total // 2
         self._pool = ProcessPool(1)
-        self._can_be_sent: dict[int, bool] = {}
+        self._pools: dict[int, ProcessPool | None] = {}  # by the id of a function
 
     def pool_for(self, function: ScoreFunction) -> ProcessPool | None:
         """The pool in which `function` is called; None: it is called in this process."""
         if self.mode == "none" or function.is_builtin or function.bounded:
             return None
         key = id(function.func)
-        if key not in self._can_be_sent:
+        if key not in self._pools:
+            self._pools[key] = self._pool
             try:
                 remote_caller(function)
-                self._can_be_sent[key] = True
             except ValueError as error:
-                self._can_be_sent[key] = False
+                self._pools[key] = None
                 logger.info("the reward function %s is called in the trainer's process: %s", function.location, error)
-        return self._pool if self._can_be_sent[key] else None
+        return self._pools[key]
 
 
 def call_samples(
@@ -142,7 +142,7 @@ def call_samples(
         memory_bytes: Limit of the resident memory of a worker process.
     """
     values = [(s.data_source, s.solution_str, s.ground_truth, s.extra_info, s.prompt) for s in samples]
-    keywords, limits = [function.arguments(*v) for v in values], Limits(timeout, resident_bytes=memory_bytes)
+    keywords, limits = [function.arguments(*each) for each in values], Limits(timeout, resident_bytes=memory_bytes)
     if pool is None and not function.is_async:
         limit = None if function.bounded else timeout
         if limit is None or threading.current_thread() is threading.main_thread():
@@ -150,7 +150,7 @@ def call_samples(
     if not function.is_async:
         return _call_in(pool or shared_pool(), function, keywords, limits)
     if pool is None:
-        return _call_async_here(function.func, keywords, timeout, concurrency)
+        return call_async([partial(function.func, **values) for values in keywords], timeout, concurrency)
     return _call_async_in(pool, function, keywords, limits, concurrency)
 
 
@@ -220,8 +220,8 @@ def run_async(
     spec: bytes, keywords: list[dict[str, Any]], timeout: float | None, concurrency: int
 ) -> list[tuple[int, Outcome]]:
     """In a worker process: call an async function with each of the keyword arguments. The values are pickled."""
-    results = []
-    for index, outcome in _call_async_here(load_function(spec), keywords, timeout, concurrency):
+    calls, results = [partial(load_function(spec), **values) for values in keywords], []
+    for index, outcome in call_async(calls, timeout, concurrency):
         if outcome.failure is None:
             try:
                 outcome = Outcome(pickled(outcome.value))
@@ -234,26 +234,17 @@ def run_async(
     return results
 
 
-def _call_async_here(
-    func: Callable, keywords: Sequence[dict[str, Any]], timeout: float | None, concurrency: int
-) -> Iterator[tuple[int, Outcome]]:
-    async def score(index: int) -> Any:
-        return await func(**keywords[index])
-
-    return call_async(score, range(len(keywords)), timeout, concurrency)
-
-
 def call_async(
-    score: Callable[[int], Awaitable[Any]], indices: Sequence[int], timeout: float | None, concurrency: int
+    calls: Sequence[Callable[[], Awaitable[Any]]], timeout: float | None, concurrency: int
 ) -> Iterator[tuple[int, Outcome]]:
-    """Run `score(index)` for all indices in an event loop in a separate thread, since the caller may be inside a loop.
+    """Await the calls in an event loop in a separate thread, since the caller may be inside a loop.
 
     A coroutine that never yields blocks all others. If no result arrives in time, the blocking coroutine is abandoned
     with its thread, and the remaining samples are restarted in a new loop.
     """
-    todo = list(indices)
+    todo = list(range(len(calls)))
     while todo:
-        loop = _Loop(score, todo, timeout, concurrency)
+        loop = _Loop(calls, todo, timeout, concurrency)
         try:
             while todo:
                 try:
@@ -274,11 +265,9 @@ def call_async(
 class _Loop:
     """An event loop in a daemon thread that scores samples and puts (index, outcome) into `results`."""
 
-    def __init__(
-        self, score: Callable[[int], Awaitable[Any]], todo: Sequence[int], timeout: float | None, concurrency: int
-    ):
+    def __init__(self, calls: Sequence[Callable], todo: Sequence[int], timeout: float | None, concurrency: int):
         self.results: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
-        self._score, self._timeout = score, timeout
+        self._calls, self._timeout = calls, timeout
         self._loop = asyncio.new_event_loop()
         self._slots = asyncio.Semaphore(concurrency)
         self._tasks = [self._loop.create_task(self._run_one(i), name=str(i)) for i in todo]
@@ -314,7 +303,7 @@ class _Loop:
         async with self._slots:
             try:
                 async with asyncio.timeout(self._timeout) as deadline:
-                    return Outcome(await self._score(index))
+                    return Outcome(await self._calls[index]())
             except BaseException as error:  # whatever a user's function raises is an error of this sample
                 timed_out = isinstance(error, TimeoutError) and deadline.expired()
                 return late(self._timeout, error) if timed_out else Outcome.raised(error)

@@ -26,6 +26,7 @@ _FENCE = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _PYTHON = ("py", "py3", "python", "python3", "pypy", "pypy3", "ipython")
+_FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 _RECURSION = "__import__('sys').setrecursionlimit(600_000)"  # as the graders of PRIME and LiveCodeBench
 
 #: names by which tests import the program
@@ -88,9 +89,7 @@ def with_imports(code: str) -> str:
         return code
     used, defined = _names(module)
     imports = [line for name, line in _usual_imports().items() if name in used - defined - set(vars(builtins))]
-    future = re.findall(r"^from __future__ import .*$", code, re.MULTILINE)
-    code = re.sub(r"^from __future__ import .*$", "", code, flags=re.MULTILINE)
-    return "\n".join([*future, *imports, _RECURSION, code])
+    return "\n".join([*_FUTURE.findall(code), *imports, _RECURSION, _FUTURE.sub("", code)])
 
 
 def _parse(code: str) -> ast.Module | None:

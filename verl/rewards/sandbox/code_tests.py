@@ -148,11 +148,6 @@ def same_output(actual: str, expected: str) -> bool:
 
 
 def _same_word(a: str, b: str) -> bool:
-    if a == b:
-        return True
-    if not ("." in a or "." in b):
-        return False
-    try:
-        return _close(float(a), float(b))
-    except ValueError:
-        return False
+    with contextlib.suppress(ValueError):
+        return a == b or (("." in a or "." in b) and _close(float(a), float(b)))
+    return False
