@@ -217,8 +217,7 @@ def get_reward_manager_cls(name: str) -> type:
 # ---- construction ---------------------------------------------------------------------------------------------------
 
 # Arguments of RewardManager that come from the settings.
-_SHARED = ("timeout", "on_error", "failure_score", "max_concurrency", "isolation", "memory_limit_mb")
-_SHARED += ("retries", "max_failure_rate")
+_SHARED = set(named_parameters(RewardManager)[0]) - {"tokenizer", "compute_score", "num_examine", "reward_fn_key"}
 
 
 def create_public_manager(
