@@ -28,7 +28,7 @@ from verl.protocol import DataProto
 from verl.registry import Registry, did_you_mean
 from verl.rewards.functions import ScoreFunction
 from verl.rewards.outcome import BadOutcome, QuarantineError, RewardError, Sample, read_outcome, split_outcome
-from verl.rewards.responses import place_scores, prompt_texts, read_samples, token_masks
+from verl.rewards.responses import prompt_texts, read_samples, reward_tensor, token_masks
 from verl.rewards.sandbox.calls import Isolation, call_samples
 from verl.rewards.sandbox.pool import Outcome, ProcessPool, address_of
 
@@ -288,7 +288,7 @@ class NaiveRewardManager(RewardManager):
         scores = self.shape(scores, extras, present.sum(1).tolist())
         if self.num_examine:
             self._print_examples(data, samples, scores)
-        rewards = place_scores(data, scores)
+        rewards = reward_tensor(data, scores)
         return reward_result(rewards, extras, failed, int((~sampled.any(1)).sum())) if return_dict else rewards
 
     def outcomes(self, samples: Sequence[Sample]) -> Generator[tuple[int, ScoreFunction, Outcome]]:

@@ -34,7 +34,7 @@ from verl.rewards.managers import (
     scores_single_samples,
 )
 from verl.rewards.outcome import RewardError
-from verl.rewards.responses import place_scores, token_masks
+from verl.rewards.responses import reward_tensor, token_masks
 from verl.rewards.sandbox.calls import Isolation, call_async, remote_caller
 from verl.rewards.sandbox.pool import Limits, Outcome, ProcessPool, describe_error
 
@@ -105,7 +105,7 @@ class ColumnsRewardManager(RewardManager):
             problem = f"returned {type(returned).__name__}: expected a tensor of shape (B={len(data)}, T={width})"
             raise self._error(problem) from None
         if scores.shape == (len(data),):
-            rewards = place_scores(data, scores)
+            rewards = reward_tensor(data, scores)
         elif scores.shape == (len(data), width):
             rewards = scores
         else:
@@ -153,7 +153,7 @@ class SingleRewardManager(RewardManager):
             lambda todo: self._outcomes(data, todo),
             lambda i, _, bad: f"reward manager {name} {bad}\n  sample {i} of {len(data)}",
         )
-        rewards, empty = place_scores(data, scores), int((~token_masks(data)[0].any(1)).sum())
+        rewards, empty = reward_tensor(data, scores), int((~token_masks(data)[0].any(1)).sum())
         return reward_result(rewards, extras, failed, empty) if return_dict else rewards
 
     def _outcomes(self, data: DataProto, rows: Sequence[int]) -> Generator[tuple[int, None, Outcome]]:

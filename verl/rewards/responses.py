@@ -56,7 +56,7 @@ def token_masks(data: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
     return present, present & data.column("response_mask").cpu().bool() if "response_mask" in data else present
 
 
-def place_scores(data: DataProto, scores: Any) -> torch.Tensor:
+def reward_tensor(data: DataProto, scores: Any) -> torch.Tensor:
     """(B, T) float32 with each score at the last token of its response that the policy sampled, or the first token."""
     _, sampled = token_masks(data)
     positions = (sampled * torch.arange(1, sampled.shape[1] + 1)).amax(1).sub(1).clamp(min=0)
