@@ -45,9 +45,7 @@ class RewardFunction(Protocol):
 
 REWARD_FUNCTION_REGISTRY: Registry[Callable] = Registry("reward function", builtins_replaceable=True)
 
-_BOUNDED: list[Callable] = []
-_NOT_ACCURACY: list[Callable] = []
-_NEEDS_TRUTH: list[Callable] = []
+_TRAITS: list[tuple[Callable, str]] = []  # of registered functions, by identity
 
 _VALUES = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt")
 # form -> value -> names of its parameter; the first that a function has is used. "solution_str" identifies the form.
@@ -95,12 +93,8 @@ def register_reward(
     def decorate(func: Callable) -> Callable:
         _form(func.__call__ if is_reward_class(func) else func)
         REWARD_FUNCTION_REGISTRY.register(name, func)
-        if bounded:
-            _BOUNDED.append(func)
-        if not accuracy:
-            _NOT_ACCURACY.append(func)
-        if needs_ground_truth:
-            _NEEDS_TRUTH.append(func)
+        traits = {"bounded": bounded, "no accuracy": not accuracy, "needs ground truth": needs_ground_truth}
+        _TRAITS.extend((func, trait) for trait, is_set in traits.items() if is_set)
         return func
 
     return decorate
@@ -161,19 +155,18 @@ class ScoreFunction:
 
     def __post_init__(self) -> None:
         form = _form(self.func)
-        accepted, parameters = _accepted(self.func, form), _parameters(self.func)[0]
+        accepted, parameters = _accepted(self.func, form), named_parameters(self.func)[0]
         unset = [n for n in parameters if n not in accepted and n not in self.kwargs]
         required = {n: parameters[n].default is inspect.Parameter.empty for n in unset}
-        object.__setattr__(self, "form", form)
-        object.__setattr__(self, "is_async", inspect.iscoroutinefunction(_body(self.func)))
-        object.__setattr__(self, "_accepted", accepted)
         takes_columns = not self._in_package and form not in COLUMN_FORMS
-        object.__setattr__(self, "_columns", required if takes_columns else {})
+        is_async = inspect.iscoroutinefunction(_body(self.func))
+        # past the check of a frozen dataclass
+        vars(self).update(form=form, is_async=is_async, _accepted=accepted, _columns=required if takes_columns else {})
         _check_kwargs(self.func, accepted, self.kwargs, () if takes_columns else [n for n in unset if required[n]])
 
     def accepts(self, name: str) -> bool:
         """Whether the function has a parameter of this name."""
-        return name in _parameters(self.func)[0]
+        return name in named_parameters(self.func)[0]
 
     def __call__(self, *, data_source: Any, solution_str: Any, **further: Any) -> Any:
         """Call the function and return its result. For the batch form each argument is a list. See `arguments`."""
@@ -214,12 +207,12 @@ class ScoreFunction:
     @property
     def bounded(self) -> bool:
         """Whether the function needs no timeout (see `register_reward`)."""
-        return any(self.func is known for known in _BOUNDED)
+        return self._has("bounded")
 
     @property
     def needs_ground_truth(self) -> bool:
         """Whether data without ground truth is an error (see `register_reward`)."""
-        return any(self.func is known for known in _NEEDS_TRUTH)
+        return self._has("needs ground truth")
 
     @property
     def _in_package(self) -> bool:
@@ -233,7 +226,10 @@ class ScoreFunction:
     @property
     def is_accuracy(self) -> bool:
         """Whether the score is reported as "acc" if the function returns none."""
-        return not any(self.func is known for known in _NOT_ACCURACY)
+        return not self._has("no accuracy")
+
+    def _has(self, trait: str) -> bool:
+        return any(self.func is func and trait == known for func, known in _TRAITS)
 
     @property
     def name(self) -> str:
@@ -257,7 +253,7 @@ def _body(func: Callable) -> Callable:
     return func if inspect.isroutine(func) or inspect.isclass(func) else type(func).__call__
 
 
-def _parameters(func: Callable) -> tuple[dict[str, inspect.Parameter], bool]:
+def named_parameters(func: Callable) -> tuple[dict[str, inspect.Parameter], bool]:
     """Return the parameters that can be passed by name, and whether the function accepts **kwargs."""
     parameters = inspect.signature(func).parameters
     by_name = {k: p for k, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -268,7 +264,7 @@ def _form(func: Callable) -> str:
     """Return the form of `func`. Raises ValueError with the accepted forms and the found signature otherwise."""
     if not callable(func) or inspect.isclass(func):
         raise ValueError(f"a reward function must be callable, found {type(func).__name__}: {func!r}")
-    names = _parameters(func)[0]
+    names = named_parameters(func)[0]
     forms = [form for form, roles in _ROLES.items() if any(name in names for name in roles["solution_str"])]
     forms = [form for form in forms if form not in COLUMN_FORMS] or forms  # `data` may be a column
     if len(forms) != 1:
@@ -278,7 +274,7 @@ def _form(func: Callable) -> str:
 
 def _accepted(func: Callable, form: str) -> dict[str, str]:
     """Parameter -> the role that it has. With **kwargs the first names of the roles, except `prompt`, are passed."""
-    parameters, accepts_any = _parameters(func)
+    parameters, accepts_any = named_parameters(func)
     accepted = {}
     for role, names in _ROLES[form].items():
         name = next((name for name in names if name in parameters), None)
@@ -289,20 +285,18 @@ def _accepted(func: Callable, form: str) -> dict[str, str]:
 
 def _check_kwargs(func: Callable, accepted: Mapping[str, str], kwargs: Mapping[str, Any], unset: Sequence[str]) -> None:
     """Raise ValueError if `kwargs` do not match the other parameters of `func`. unset: those without a value."""
-    parameters, accepts_any = _parameters(func)
+    parameters, accepts_any = named_parameters(func)
     reserved = [n for n in kwargs if n in accepted]
     if reserved:
         raise ValueError(
             f"reward_kwargs must not contain {', '.join(reserved)}: the reward manager passes these per sample"
         )
-    other = [n for n in parameters if n not in accepted]
-    for name in kwargs:
-        if name not in other and not accepts_any:
-            raise ValueError(f"reward_kwargs: {func!r} has no parameter {name!r}: {did_you_mean(name, other)}")
-    typed = signature(func).parameters
+    typed, other = signature(func).parameters, [n for n in parameters if n not in accepted]
     for name, value in kwargs.items():
-        if name in parameters:
+        if name in other:
             check_type(typed[name], value, f"reward_kwargs.{name}")
+        elif not accepts_any:
+            raise ValueError(f"reward_kwargs: {func!r} has no parameter {name!r}: {did_you_mean(name, other)}")
     if unset:
         reason = f"no value for {', '.join(unset)}: add a default, or set it in reward_kwargs"
         raise _wrong_signature(func, reason)

@@ -1,11 +1,10 @@
 """The reward manager of a run, from plain configuration values or from an object given in Python."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from verl.registry import did_you_mean, load_object
-from verl.rewards.functions import COLUMN_FORMS
+from verl.rewards.functions import COLUMN_FORMS, named_parameters
 from verl.rewards.managers import (
     REWARD_MANAGER_REGISTRY,
     BatchRewardManager,
@@ -58,16 +57,9 @@ def load_reward_manager(
     check_manager(manager, cls)
     kwargs = dict(manager_kwargs or {})
     function = resolve_reward_function(function_path, function_name, registered_function, reward_kwargs)
+    passed = {"num_examine": num_examine, "reward_fn_key": reward_fn_key}
     if is_public_manager(cls):
-        return create_public_manager(
-            cls,
-            tokenizer,
-            function,
-            num_examine=num_examine,
-            reward_fn_key=reward_fn_key,
-            kwargs=kwargs,
-            config=config,
-        )
+        return create_public_manager(cls, tokenizer, function, kwargs=kwargs, config=config, common=passed)
     if function.form in COLUMN_FORMS and cls is NaiveRewardManager:  # the default manager
         cls = ColumnsRewardManager
     accepted, accepts_any = _constructor_parameters(cls)
@@ -77,7 +69,6 @@ def load_reward_manager(
                 f"reward manager {manager!r} has no parameter {name!r}: {did_you_mean(name, accepted)}. A custom "
                 "manager takes **kwargs and passes them to RewardManager.__init__"
             )
-    passed = {"num_examine": num_examine, "reward_fn_key": reward_fn_key}
     return cls(tokenizer=tokenizer, compute_score=function, **passed, **kwargs)
 
 
@@ -85,12 +76,11 @@ def _constructor_parameters(manager: type) -> tuple[set[str], bool]:
     """Return the parameter names of a manager and its base classes, and whether it accepts any name."""
     names: set[str] = set()
     for cls in manager.__mro__:
-        if "__init__" not in vars(cls):
-            continue
-        parameters = inspect.signature(cls.__init__).parameters
-        names |= {n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-        if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
-            return names - _PASSED, False
+        if "__init__" in vars(cls):
+            parameters, accepts_any = named_parameters(cls.__init__)
+            names |= set(parameters)
+            if not accepts_any:
+                return names - _PASSED, False
     return names - _PASSED, True
 
 

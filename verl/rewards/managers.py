@@ -17,9 +17,9 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -28,7 +28,7 @@ from verl.protocol import DataProto
 from verl.registry import Registry, did_you_mean
 from verl.rewards.functions import ScoreFunction
 from verl.rewards.outcome import BadOutcome, QuarantineError, RewardError, Sample, read_outcome, split_outcome
-from verl.rewards.responses import prompt_texts, read_responses
+from verl.rewards.responses import prompt_texts, read_samples, reward_tensor, token_masks
 from verl.rewards.sandbox.calls import Isolation, call_samples
 from verl.rewards.sandbox.pool import Outcome, ProcessPool, address_of
 
@@ -205,7 +205,9 @@ class RewardManager(ABC):
         """
         scores, extras = [self.failure_score] * len(uids), [{"acc": 0.0} for _ in uids]
         failures: dict[int, RewardError] = {}
-        for todo, is_last in self.attempts(failures, len(uids)):
+        todo = list(range(len(uids)))
+        retries = max(self.retries, 1 if self.on_error == "quarantine" else 0)
+        for retry in range(retries + 1):
             # Closed explicitly, so that busy workers are stopped if a sample raises.
             with closing(outcomes(todo)) as results:
                 for k, function, outcome in results:
@@ -215,60 +217,43 @@ class RewardManager(ABC):
                         is_accuracy = function is not None and function.is_accuracy
                         extras[i] = {**({"acc": scores[i]} if is_accuracy else {}), **extra}
                     except BadOutcome as bad:
-                        error = RewardError(message(i, function, bad))
-                        error.__cause__ = bad.__cause__
-                        if self.on_error == "raise" and is_last:
-                            raise error  # noqa: B904 (its cause is set)
-                        failures[i] = error
-        self.judge(failures, uids)
+                        failures[i] = RewardError(message(i, function, bad))
+                        failures[i].__cause__ = bad.__cause__
+                        if self.on_error == "raise" and retry == retries:
+                            raise failures[i]  # noqa: B904 (its cause is set)
+            if not failures or retry == retries:
+                break
+            todo = sorted(failures)
+            logger.warning(
+                "%d of %d samples failed to score; retry %d of %d; the first: %s",
+                *(len(todo), len(uids), retry + 1, retries, failures[todo[0]]),
+            )
+            time.sleep(min(_RETRY_SECONDS * 2**retry, _LONGEST_RETRY))
+            failures.clear()
+        if failures:
+            self._judge(failures, list(map(str, uids)))
         if failures and (lowest := min(scores)) < self.failure_score:
             logger.warning(
                 "reward.failure_score=%g is above the lowest score of this batch, so a sample that fails is preferred "
                 "to a wrong one: set reward.failure_score=%g",
-                self.failure_score,
-                lowest,
+                *(self.failure_score, lowest),
             )
         return scores, extras, len(failures)
 
-    def attempts(self, failures: dict[int, RewardError], total: int) -> Iterator[tuple[list[int], bool]]:
-        """Yields the samples to score, and whether it is the last attempt: all, then those that failed, after a pause.
-
-        failures: Index of a sample -> its error. The caller adds those of an attempt.
-        """
-        retries = max(1, self.retries) if self.on_error == "quarantine" else self.retries
-        yield list(range(total)), retries == 0
-        for attempt in range(1, retries + 1):
-            if not failures:
-                return
-            todo = sorted(failures)
-            logger.warning(
-                "%d of %d samples failed to score; retry %d of %d; the first: %s",
-                *(len(todo), total, attempt, retries, failures[todo[0]]),
-            )
-            time.sleep(min(_RETRY_SECONDS * 2 ** (attempt - 1), _LONGEST_RETRY))
-            failures.clear()
-            yield todo, attempt == retries
-
-    def judge(self, failures: Mapping[int, RewardError], uids: Sequence[Any]) -> None:
-        """Handle the samples that have failed, as `on_error` says. Raises RewardError if the function is to blame,
-        because it fails for many samples."""
-        if not failures:
-            return
-        first = failures[min(failures)]
-        logger.error("%s", first, exc_info=first.__cause__)
-        if self.on_error == "quarantine":
-            self._quarantine(failures, list(map(str, uids)))
-        check_failure_rate(failures.values(), len(uids), self.max_failure_rate)
-        logger.error("%d of %d samples failed to score; assigned %g", len(failures), len(uids), self.failure_score)
-
-    def _quarantine(self, failures: Mapping[int, RewardError], uids: Sequence[str]) -> NoReturn:
-        """Raise an error for the prompts of samples that could not be scored.
+    def _judge(self, failures: Mapping[int, RewardError], uids: Sequence[str]) -> None:
+        """Handle the samples that have failed, as `on_error` says.
 
         Raises:
             QuarantineError: with the prompts, which the trainer drops.
-            RewardError: a prompt is one of the validation, which drops none; or the function fails for many prompts.
+            RewardError: a prompt is one of the validation, which drops none; or the function is to blame, because it
+                fails for many samples.
         """
         first = failures[min(failures)]
+        logger.error("%s", first, exc_info=first.__cause__)
+        if self.on_error != "quarantine":
+            check_failure_rate(failures.values(), len(uids), self.max_failure_rate)
+            logger.error("%d of %d samples failed to score; assigned %g", len(failures), len(uids), self.failure_score)
+            return
         # in reverse, so that a prompt gets the error of its first sample
         errors = {uids[i]: failures[i] for i in sorted(failures, reverse=True)}
         if not all(_TRAINING_UID.fullmatch(uid) for uid in errors):
@@ -293,20 +278,18 @@ class NaiveRewardManager(RewardManager):
     pool: ProcessPool | None = None
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
-        responses = read_responses(data, self.tokenizer, self.reward_fn_key)
-        samples = responses.samples
+        samples = read_samples(data, self.tokenizer, self.reward_fn_key)
         scores, extras, failed = self.score_samples(
             [sample.uid for sample in samples],
             lambda todo: self.outcomes([samples[i] for i in todo]),
             lambda i, function, bad: f"reward function {function.location} {bad}\n{samples[i].describe()}",
         )
-        scores = self.shape(scores, extras, responses.lengths.tolist())
+        present, sampled = token_masks(data)
+        scores = self.shape(scores, extras, present.sum(1).tolist())
         if self.num_examine:
             self._print_examples(data, samples, scores)
-        reward_tensor = responses.reward_tensor(scores)
-        if not return_dict:
-            return reward_tensor
-        return reward_result(reward_tensor, extras, failed, responses.empty)
+        rewards = reward_tensor(data, scores)
+        return reward_result(rewards, extras, failed, int((~sampled.any(1)).sum())) if return_dict else rewards
 
     def outcomes(self, samples: Sequence[Sample]) -> Generator[tuple[int, ScoreFunction, Outcome]]:
         """Score the samples; yields (index, the function that scored it, outcome) in any order."""

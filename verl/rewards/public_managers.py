@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 
 from verl.columns import one_token_short
 from verl.protocol import DataProto
-from verl.rewards.functions import COLUMN_FORMS, ScoreFunction
+from verl.rewards.functions import COLUMN_FORMS, ScoreFunction, named_parameters
 from verl.rewards.managers import (
     REWARD_MANAGER_REGISTRY,
     RewardManager,
@@ -34,8 +34,8 @@ from verl.rewards.managers import (
     scores_single_samples,
 )
 from verl.rewards.outcome import RewardError
-from verl.rewards.responses import reward_positions
-from verl.rewards.sandbox.calls import Isolation, call_async, remote_call
+from verl.rewards.responses import reward_tensor, token_masks
+from verl.rewards.sandbox.calls import Isolation, call_async, remote_caller
 from verl.rewards.sandbox.pool import Limits, Outcome, ProcessPool, describe_error
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class ColumnsRewardManager(RewardManager):
         pool = self.isolation.pool_for(function)
         if pool is not None:
             limits = Limits(self.timeout, resident_bytes=self.isolation.memory_bytes)
-            outcome = pool.run(remote_call(function, {**keywords, **function.kwargs}), limits)
+            outcome = pool.run(remote_caller(function)({**keywords, **function.kwargs}), limits)
             if outcome.failure is not None:
                 raise self._error(outcome.failure) from outcome.cause
             return outcome.value
@@ -105,8 +105,7 @@ class ColumnsRewardManager(RewardManager):
             problem = f"returned {type(returned).__name__}: expected a tensor of shape (B={len(data)}, T={width})"
             raise self._error(problem) from None
         if scores.shape == (len(data),):
-            rewards = torch.zeros(len(data), width)
-            rewards[torch.arange(len(data)), reward_positions(data)[0]] = scores
+            rewards = reward_tensor(data, scores)
         elif scores.shape == (len(data), width):
             rewards = scores
         else:
@@ -148,16 +147,14 @@ class SingleRewardManager(RewardManager):
         self.manager = manager
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
-        positions, lengths = reward_positions(data)
         name = f"{type(self.manager).__name__}.run_single"
         scores, extras, failed = self.score_samples(
             data.non_tensor_batch.get("uid", [None] * len(data)),
             lambda todo: self._outcomes(data, todo),
             lambda i, _, bad: f"reward manager {name} {bad}\n  sample {i} of {len(data)}",
         )
-        rewards = torch.zeros(data.column("responses").shape)
-        rewards[torch.arange(len(data)), positions] = torch.tensor(scores)
-        return reward_result(rewards, extras, failed, int((lengths == 0).sum())) if return_dict else rewards
+        rewards, empty = reward_tensor(data, scores), int((~token_masks(data)[0].any(1)).sum())
+        return reward_result(rewards, extras, failed, empty) if return_dict else rewards
 
     def _outcomes(self, data: DataProto, rows: Sequence[int]) -> Generator[tuple[int, None, Outcome]]:
         """The outcomes of samples, in their order."""
@@ -165,9 +162,10 @@ class SingleRewardManager(RewardManager):
         async def score(row: int) -> Any:
             return await self.manager.run_single(data[row : row + 1].copy())
 
-        outcomes = dict(call_async(score, rows, self.timeout, self.max_concurrency))
-        for k, row in enumerate(rows):
-            yield k, None, _as_outcome(outcomes[row])
+        calls = [functools.partial(score, row) for row in rows]
+        outcomes = dict(call_async(calls, self.timeout, self.max_concurrency))
+        for k in range(len(rows)):
+            yield k, None, _as_outcome(outcomes[k])
 
 
 def _as_outcome(outcome: Outcome) -> Outcome:
@@ -219,8 +217,7 @@ def get_reward_manager_cls(name: str) -> type:
 # ---- construction ---------------------------------------------------------------------------------------------------
 
 # Arguments of RewardManager that come from the settings.
-_SHARED = ("timeout", "on_error", "failure_score", "max_concurrency", "isolation", "memory_limit_mb")
-_SHARED += ("retries", "max_failure_rate")
+_SHARED = set(named_parameters(RewardManager)[0]) - {"tokenizer", "compute_score", "num_examine", "reward_fn_key"}
 
 
 def create_public_manager(
@@ -228,8 +225,7 @@ def create_public_manager(
     tokenizer: Any,
     function: ScoreFunction,
     *,
-    num_examine: int,
-    reward_fn_key: str,
+    common: Mapping[str, Any],
     kwargs: Mapping[str, Any],
     config: Mapping[str, Any] | None,
 ) -> RewardManager:
@@ -237,16 +233,14 @@ def create_public_manager(
 
     Args:
         function: The reward function that it calls as `compute_score`.
-        num_examine: Number of samples per data source that are printed at each call.
-        reward_fn_key: The column with the data source of a sample.
+        common: num_examine and reward_fn_key (see RewardManager).
         kwargs: `reward.reward_kwargs`, and the settings shared by all managers. Mappings get attribute access.
         config: The settings of the run, for constructors with the parameter `config`.
 
     Raises:
         ValueError: The constructor does not accept the arguments.
     """
-    parameters = inspect.signature(cls).parameters
-    accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    parameters, accepts_any = named_parameters(cls)
     scores_samples = scores_single_samples(cls)
     shared = {name: kwargs[name] for name in _SHARED if name in kwargs}
     manager_kwargs = {
@@ -256,7 +250,6 @@ def create_public_manager(
     }
     if "overlong_buffer_cfg" in parameters and "overlong_buffer" in manager_kwargs:  # its name in public verl
         manager_kwargs["overlong_buffer_cfg"] = manager_kwargs.pop("overlong_buffer")
-    common = {"num_examine": num_examine, "reward_fn_key": reward_fn_key, **shared}
     compute_score = _called_by_manager(
         function, Isolation(kwargs.get("isolation", "none"), kwargs.get("memory_limit_mb")), kwargs.get("timeout")
     )
@@ -264,7 +257,7 @@ def create_public_manager(
     if scores_samples:
         arguments |= {"config": OmegaConf.create(dict(config or {})), "reward_router_address": None}
         arguments |= {"reward_model_tokenizer": None}
-    arguments |= {"num_examine": num_examine, "reward_fn_key": reward_fn_key}
+    arguments |= common
     always = {"tokenizer", "compute_score", *({"config"} if scores_samples else {"num_examine", "reward_fn_key"})}
     passed = {name: v for name, v in arguments.items() if name in parameters or (accepts_any and name in always)}
     try:
@@ -275,8 +268,8 @@ def create_public_manager(
             f"{', '.join([*passed, *manager_kwargs])} (the last ones from reward.reward_kwargs)"
         ) from error
     if scores_samples:
-        return SingleRewardManager(tokenizer, function, manager=manager, **common)
-    return ColumnsRewardManager(tokenizer, manager, scores_with=function, **common)
+        return SingleRewardManager(tokenizer, function, manager=manager, **common, **shared)
+    return ColumnsRewardManager(tokenizer, manager, scores_with=function, **common, **shared)
 
 
 class IsolatedFunction:
@@ -292,11 +285,8 @@ class IsolatedFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self._function.func).bind(*args, **self._function.kwargs, **kwargs)
-        keywords = dict(bound.arguments)
-        for name, parameter in bound.signature.parameters.items():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                keywords |= keywords.pop(name, {})
-        outcome = self._pool.run(remote_call(self._function, keywords), self._limits)
+        keywords = {**dict(zip(bound.signature.parameters, bound.args)), **bound.kwargs}
+        outcome = self._pool.run(remote_caller(self._function)(keywords), self._limits)
         if outcome.failure is not None:
             raise RewardError(f"reward function {self._function.location} {outcome.failure}") from outcome.cause
         return outcome.value

@@ -1,7 +1,6 @@
 """Reading responses out of a batch: one `Sample` per response, and the token position of its reward."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,32 +11,7 @@ from verl.rewards.outcome import Sample
 from verl.utils.decoding import decode_all
 
 
-@dataclass(frozen=True)
-class ResponseBatch:
-    """The responses of a batch.
-
-    Attributes:
-        samples: B samples, with the responses decoded.
-        lengths: (B,) int64, number of tokens of each response.
-        positions: (B,) int64, index of the last token sampled by the policy, which receives the reward; 0 if empty.
-        empty: Number of responses without a token sampled by the policy.
-        width: T, the number of token positions.
-    """
-
-    samples: list[Sample]
-    lengths: torch.Tensor
-    positions: torch.Tensor
-    empty: int
-    width: int
-
-    def reward_tensor(self, scores: list[float]) -> torch.Tensor:
-        """Return (B, T) float32 with each score at the last sampled token of its response, 0 elsewhere."""
-        tensor = torch.zeros(len(self.samples), self.width)
-        tensor[torch.arange(len(self.samples)), self.positions] = torch.tensor(scores, dtype=torch.float32)
-        return tensor
-
-
-def read_responses(data: DataProto, tokenizer: Any, reward_fn_key: str) -> ResponseBatch:
+def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str) -> list[Sample]:
     """Decode the responses, without special tokens, and collect the inputs of the reward function.
 
     "response_length" (in tokens) is added to each sample's extra_info, "rm_score" (the sum of its rm_scores) if a
@@ -52,52 +26,15 @@ def read_responses(data: DataProto, tokenizer: Any, reward_fn_key: str) -> Respo
         DataProtoValidationError: For a missing column, a sample without ground truth, or responses of width 0.
     """
     responses = data.column("responses").cpu()
-    width = responses.shape[1]
-    if width == 0 and len(responses):
+    if responses.shape[1] == 0 and len(responses):
         raise DataProtoValidationError("column 'responses': expected at least one token position, found width 0")
-    present, sampled = _token_masks(data)
-    positions, lengths = reward_positions(data)
-    flat, ends = responses[present].tolist(), lengths.cumsum(0).tolist()
-    ids = [flat[end - length : end] for end, length in zip(ends, lengths.tolist())]
-    texts = decode_all(tokenizer, ids)
-    return ResponseBatch(
-        samples=_samples(data, texts, lengths.tolist(), reward_fn_key),
-        lengths=lengths,
-        positions=positions,
-        empty=int((~sampled.any(1)).sum()),
-        width=width,
-    )
-
-
-def reward_positions(data: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
-    """The position of the reward of each response, and the length of the response.
-
-    Returns:
-        (B,) int64, the index of the last token sampled by the policy (0 if there is none); (B,) int64, lengths.
-    """
-    present, sampled = _token_masks(data)
-    return (sampled * torch.arange(1, present.shape[1] + 1)).amax(1).sub(1).clamp(min=0), present.sum(1)
-
-
-def _token_masks(data: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, T) bool: the tokens of the responses, and those sampled by the policy."""
-    present = data.column("attention_mask").cpu()[:, -data.column("responses").shape[1] :].bool()
-    return present, present & data.column("response_mask").cpu().bool() if "response_mask" in data else present
-
-
-def prompt_texts(data: DataProto, tokenizer: Any, indices: list[int]) -> list[str]:
-    """Decode the prompts at `indices`, with special tokens, as the model received them."""
-    prompts = data.column("prompts").cpu()
-    mask = data.column("attention_mask").cpu()[:, : prompts.shape[1]].bool()
-    return decode_all(tokenizer, [prompts[i][mask[i]].tolist() for i in indices], skip_special_tokens=False)
-
-
-def _samples(data: DataProto, texts: list[str], lengths: list[int], reward_fn_key: str) -> list[Sample]:
+    present, _ = token_masks(data)
+    texts = decode_all(tokenizer, [row[mask].tolist() for row, mask in zip(responses, present)])
     sources, reward_models = data.column(reward_fn_key), data.column("reward_model")
-    extra_infos = data.column("extra_info") if "extra_info" in data else [None] * len(texts)
-    trajectory_infos = data.column("trajectory_info") if "trajectory_info" in data else [{}] * len(texts)
-    uids, prompts = (data.column(name) if name in data else [None] * len(texts) for name in ("uid", "raw_prompt"))
-    added = {"response_length": lengths}
+    optional = ("extra_info", "trajectory_info", "uid", "raw_prompt")
+    values = (data.column(name) if name in data else [None] * len(texts) for name in optional)
+    extra_infos, trajectory_infos, uids, prompts = values
+    added = {"response_length": present.sum(1).tolist()}
     if "rm_scores" in data:
         added["rm_score"] = data.column("rm_scores").sum(1).tolist()
     samples = []
@@ -106,8 +43,30 @@ def _samples(data: DataProto, texts: list[str], lengths: list[int], reward_fn_ke
             raise DataProtoValidationError(
                 f"column 'reward_model', row {i}: expected a mapping with 'ground_truth', found {reward_models[i]!r}"
             )
-        extra_info = {**(extra_infos[i] or {}), **trajectory_infos[i]}
-        extra_info |= {name: values[i] for name, values in added.items()}
+        extra_info = {**(extra_infos[i] or {}), **(trajectory_infos[i] or {})}
+        extra_info |= {name: column[i] for name, column in added.items()}
         truth = reward_models[i]["ground_truth"]
         samples.append(Sample(sources[i], text, truth, extra_info, i, len(texts), uids[i], prompts[i]))
     return samples
+
+
+def token_masks(data: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, T) bool: the tokens of the responses, and those sampled by the policy."""
+    present = data.column("attention_mask").cpu()[:, -data.column("responses").shape[1] :].bool()
+    return present, present & data.column("response_mask").cpu().bool() if "response_mask" in data else present
+
+
+def reward_tensor(data: DataProto, scores: Any) -> torch.Tensor:
+    """(B, T) float32 with each score at the last token of its response that the policy sampled, or the first token."""
+    _, sampled = token_masks(data)
+    positions = (sampled * torch.arange(1, sampled.shape[1] + 1)).amax(1).sub(1).clamp(min=0)
+    rewards = torch.zeros(sampled.shape)
+    rewards[torch.arange(len(rewards)), positions] = torch.as_tensor(scores, dtype=torch.float32)
+    return rewards
+
+
+def prompt_texts(data: DataProto, tokenizer: Any, indices: list[int]) -> list[str]:
+    """Decode the prompts at `indices`, with special tokens, as the model received them."""
+    prompts = data.column("prompts").cpu()
+    mask = data.column("attention_mask").cpu()[:, : prompts.shape[1]].bool()
+    return decode_all(tokenizer, [prompts[i][mask[i]].tolist() for i in indices], skip_special_tokens=False)

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from typing import Any
 
 import psutil
@@ -39,7 +39,7 @@ from verl.rewards.sandbox.pool import (
     shared_pool,
     value_outcome,
 )
-from verl.rewards.sandbox.worker import find_function, pickled
+from verl.rewards.sandbox.worker import call_function, load_function, pickled
 
 logger = logging.getLogger("verl.rewards")
 
@@ -108,21 +108,21 @@ class Isolation:
         self.mode = mode
         self.memory_bytes = memory_limit_mb << 20 if memory_limit_mb else psutil.virtual_memory().total // 2
         self._pool = ProcessPool(1)
-        self._can_be_sent: dict[int, bool] = {}
+        self._pools: dict[int, ProcessPool | None] = {}  # by the id of a function
 
     def pool_for(self, function: ScoreFunction) -> ProcessPool | None:
         """The pool in which `function` is called; None: it is called in this process."""
         if self.mode == "none" or function.is_builtin or function.bounded:
             return None
         key = id(function.func)
-        if key not in self._can_be_sent:
+        if key not in self._pools:
+            self._pools[key] = self._pool
             try:
-                remote_call(function, {})
-                self._can_be_sent[key] = True
+                remote_caller(function)
             except ValueError as error:
-                self._can_be_sent[key] = False
+                self._pools[key] = None
                 logger.info("the reward function %s is called in the trainer's process: %s", function.location, error)
-        return self._pool if self._can_be_sent[key] else None
+        return self._pools[key]
 
 
 def call_samples(
@@ -141,49 +141,38 @@ def call_samples(
         concurrency: Maximum number of concurrent calls of an async function.
         memory_bytes: Limit of the resident memory of a worker process.
     """
-    if pool is not None and function.is_async:
-        return _call_async_in(pool, function, samples, timeout, concurrency, memory_bytes)
-    if pool is None and function.is_async:
-        return _call_async_here(function.func, [arguments(function, s) for s in samples], timeout, concurrency)
-    if pool is None and (timeout is None or function.bounded):
-        return _call_in_process(function, samples, None)
-    if pool is None and threading.current_thread() is threading.main_thread():
-        return _call_in_process(function, samples, timeout)
-    return _call_in(pool or shared_pool(), function, samples, Limits(timeout, resident_bytes=memory_bytes))
-
-
-def arguments(function: ScoreFunction, sample: Sample) -> dict:
-    """Return the keyword arguments of `function` for one sample."""
-    values = (sample.data_source, sample.solution_str, sample.ground_truth, sample.extra_info, sample.prompt)
-    return function.arguments(*values)
+    values = [(s.data_source, s.solution_str, s.ground_truth, s.extra_info, s.prompt) for s in samples]
+    keywords, limits = [function.arguments(*each) for each in values], Limits(timeout, resident_bytes=memory_bytes)
+    if pool is None and not function.is_async:
+        limit = None if function.bounded else timeout
+        if limit is None or threading.current_thread() is threading.main_thread():
+            return _call_in_process(function.func, keywords, limit)
+    if not function.is_async:
+        return _call_in(pool or shared_pool(), function, keywords, limits)
+    if pool is None:
+        return call_async([partial(function.func, **values) for values in keywords], timeout, concurrency)
+    return _call_async_in(pool, function, keywords, limits, concurrency)
 
 
 def _call_in_process(
-    function: ScoreFunction, samples: Sequence[Sample], timeout: float | None
+    func: Callable, keywords: Sequence[dict[str, Any]], timeout: float | None
 ) -> Iterator[tuple[int, Outcome]]:
-    with alarm() if timeout is not None else nullcontext() as interrupt:
-        for index, sample in enumerate(samples):
-            keywords = arguments(function, sample)
+    with alarm() if timeout is not None else nullcontext(lambda _, call: call()) as interrupt:
+        for index, values in enumerate(keywords):
             try:
-                if interrupt is None:
-                    value = function.func(**keywords)
-                else:
-                    value = interrupt(timeout, lambda keywords=keywords: function.func(**keywords))
+                outcome = Outcome(interrupt(timeout, partial(func, **values)))
             except DeadlineExceeded as error:
                 outcome = late(timeout, error)
             except (Exception, SystemExit) as error:  # any error of a user's function is an error of this sample
                 outcome = Outcome.raised(error)
-            else:
-                outcome = Outcome(value)
             yield index, outcome
 
 
 def _call_in(
-    pool: ProcessPool, function: ScoreFunction, samples: Sequence[Sample], limits: Limits
+    pool: ProcessPool, function: ScoreFunction, keywords: list[dict[str, Any]], limits: Limits
 ) -> Iterator[tuple[int, Outcome]]:
-    keywords = [arguments(function, sample) for sample in samples]
     try:
-        calls = list(map(_remote_caller(function), keywords))
+        calls = list(map(remote_caller(function), keywords))
     except ValueError as error:
         if threading.current_thread() is threading.main_thread():
             raise
@@ -194,91 +183,45 @@ def _call_in(
     return pool.map(calls, limits)
 
 
-def remote_call(function: ScoreFunction, keywords: dict[str, Any]) -> Call:
-    """The call of a function in a worker process. Raises ValueError if the function has no address."""
-    return _remote_caller(function)(keywords)
+def remote_caller(function: ScoreFunction) -> Callable[[dict[str, Any]], Call]:
+    """Makes the calls of a function in a worker process from keyword arguments; what they share is computed once.
 
-
-def _remote_caller(function: ScoreFunction) -> Callable[[dict[str, Any]], Call]:
-    """A function that makes the call for some keyword arguments; what all calls share is computed once."""
-    if function.source is None:
-        # A sum finds its registered terms by name: the worker imports the files that register them.
-        imports = tuple(
-            address_of(term.source[0] if term.source else term.func) for term in function.terms if not term.is_builtin
-        )
-        address = address_of(function.func)
-        if not function.rules:
-            return lambda keywords: Call(address, keywords, imports)
-        rules = pickle.dumps([(name, address_of(rule.func), rule.kwargs) for name, rule in function.rules.items()])
-        return lambda keywords: Call(
-            address_of(call_with_rules), {"rules": rules, "address": address, "keywords": keywords}, imports
-        )
-    cls, constructor_kwargs = function.source
-    address, spec = address_of(call_object), pickle.dumps((address_of(cls), tuple(sorted(constructor_kwargs.items()))))
-    return lambda keywords: Call(address, {"spec": spec, "keywords": keywords})
-
-
-def call_object(spec: bytes, keywords: dict[str, Any]) -> Any:
-    """In a worker process: call the object of a class, which is constructed once."""
-    return _object(spec)(**keywords)
-
-
-def call_with_rules(rules: bytes, address: tuple[str, str, str], keywords: dict[str, Any]) -> Any:
-    """In a worker process: call a function that may call custom rules by data source."""
-    _register(rules)
-    return find_function(*address)(**keywords)
-
-
-@cache
-def _register(rules: bytes) -> None:
-    from verl.rewards.resolve import register_data_source  # loads all built-in rules
-
-    for name, address, kwargs in pickle.loads(rules):
-        register_data_source(name, ScoreFunction(find_function(*address), kwargs))
-
-
-@cache
-def _object(spec: bytes) -> Any:
-    address, constructor_kwargs = pickle.loads(spec)
-    return find_function(*address)(**dict(constructor_kwargs))
+    Raises:
+        ValueError: The function has no address.
+    """
+    func, constructor_kwargs = function.source or (function.func, None)
+    address = address_of(func)
+    rules = [(name, address_of(rule.func), rule.kwargs) for name, rule in function.rules.items()]
+    # A sum finds its registered terms by name: the worker imports the files that register them.
+    terms = [term.source[0] if term.source else term.func for term in function.terms if not term.is_builtin]
+    imports = (*map(address_of, terms), address)
+    caller, spec = address_of(call_function), pickle.dumps((address, constructor_kwargs, rules))
+    return lambda keywords: Call(caller, {"spec": spec, "keywords": keywords}, imports)
 
 
 def _call_async_in(
-    pool: ProcessPool,
-    function: ScoreFunction,
-    samples: Sequence[Sample],
-    timeout: float | None,
-    concurrency: int,
-    memory_bytes: int | None,
+    pool: ProcessPool, function: ScoreFunction, keywords: list[dict[str, Any]], limits: Limits, concurrency: int
 ) -> Iterator[tuple[int, Outcome]]:
     """Run all samples in an event loop of one worker process. If a call ends the process, all samples fail."""
-    rounds = -(-len(samples) // concurrency) + 1
+    rounds, timeout = -(-len(keywords) // concurrency) + 1, limits.wall_seconds
     # The event loop enforces the timeout of each call; this limit is for a loop that is blocked.
-    seconds = None if timeout is None else (timeout + _GRACE_SECONDS) * max(rounds, len(samples))
-    call = Call(
-        address_of(run_async),
-        {
-            "spec": remote_call(function, {}),
-            "keywords": [arguments(function, sample) for sample in samples],
-            "timeout": timeout,
-            "concurrency": concurrency,
-        },
-    )
-    outcome = pool.run(call, Limits(seconds, resident_bytes=memory_bytes))
+    seconds = None if timeout is None else (timeout + _GRACE_SECONDS) * max(rounds, len(keywords))
+    spec = remote_caller(function)({}).arguments["spec"]
+    values = {"spec": spec, "keywords": keywords, "timeout": timeout, "concurrency": concurrency}
+    outcome = pool.run(Call(address_of(run_async), values), replace(limits, wall_seconds=seconds))
     if outcome.failure is not None:
-        yield from ((index, outcome) for index in range(len(samples)))
+        yield from ((index, outcome) for index in range(len(keywords)))
         return
     for index, each in outcome.value:
         yield index, value_outcome(each.value) if each.failure is None else each
 
 
 def run_async(
-    spec: Call, keywords: list[dict[str, Any]], timeout: float | None, concurrency: int
+    spec: bytes, keywords: list[dict[str, Any]], timeout: float | None, concurrency: int
 ) -> list[tuple[int, Outcome]]:
     """In a worker process: call an async function with each of the keyword arguments. The values are pickled."""
-    func = _object(spec.arguments["spec"]) if "spec" in spec.arguments else find_function(*spec.address)
-    results = []
-    for index, outcome in _call_async_here(func, keywords, timeout, concurrency):
+    calls, results = [partial(load_function(spec), **values) for values in keywords], []
+    for index, outcome in call_async(calls, timeout, concurrency):
         if outcome.failure is None:
             try:
                 outcome = Outcome(pickled(outcome.value))
@@ -291,26 +234,17 @@ def run_async(
     return results
 
 
-def _call_async_here(
-    func: Callable, keywords: Sequence[dict[str, Any]], timeout: float | None, concurrency: int
-) -> Iterator[tuple[int, Outcome]]:
-    async def score(index: int) -> Any:
-        return await func(**keywords[index])
-
-    return call_async(score, range(len(keywords)), timeout, concurrency)
-
-
 def call_async(
-    score: Callable[[int], Awaitable[Any]], indices: Sequence[int], timeout: float | None, concurrency: int
+    calls: Sequence[Callable[[], Awaitable[Any]]], timeout: float | None, concurrency: int
 ) -> Iterator[tuple[int, Outcome]]:
-    """Run `score(index)` for all indices in an event loop in a separate thread, since the caller may be inside a loop.
+    """Await the calls in an event loop in a separate thread, since the caller may be inside a loop.
 
     A coroutine that never yields blocks all others. If no result arrives in time, the blocking coroutine is abandoned
     with its thread, and the remaining samples are restarted in a new loop.
     """
-    todo = list(indices)
+    todo = list(range(len(calls)))
     while todo:
-        loop = _Loop(score, todo, timeout, concurrency)
+        loop = _Loop(calls, todo, timeout, concurrency)
         try:
             while todo:
                 try:
@@ -331,11 +265,9 @@ def call_async(
 class _Loop:
     """An event loop in a daemon thread that scores samples and puts (index, outcome) into `results`."""
 
-    def __init__(
-        self, score: Callable[[int], Awaitable[Any]], todo: Sequence[int], timeout: float | None, concurrency: int
-    ):
+    def __init__(self, calls: Sequence[Callable], todo: Sequence[int], timeout: float | None, concurrency: int):
         self.results: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
-        self._score, self._timeout = score, timeout
+        self._calls, self._timeout = calls, timeout
         self._loop = asyncio.new_event_loop()
         self._slots = asyncio.Semaphore(concurrency)
         self._tasks = [self._loop.create_task(self._run_one(i), name=str(i)) for i in todo]
@@ -371,7 +303,7 @@ class _Loop:
         async with self._slots:
             try:
                 async with asyncio.timeout(self._timeout) as deadline:
-                    return Outcome(await self._score(index))
+                    return Outcome(await self._calls[index]())
             except BaseException as error:  # whatever a user's function raises is an error of this sample
                 timed_out = isinstance(error, TimeoutError) and deadline.expired()
                 return late(self._timeout, error) if timed_out else Outcome.raised(error)

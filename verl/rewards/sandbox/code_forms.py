@@ -26,6 +26,7 @@ _FENCE = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _PYTHON = ("py", "py3", "python", "python3", "pypy", "pypy3", "ipython")
+_FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 _RECURSION = "__import__('sys').setrecursionlimit(600_000)"  # as the graders of PRIME and LiveCodeBench
 
 #: names by which tests import the program
@@ -88,9 +89,7 @@ def with_imports(code: str) -> str:
         return code
     used, defined = _names(module)
     imports = [line for name, line in _usual_imports().items() if name in used - defined - set(vars(builtins))]
-    future = re.findall(r"^from __future__ import .*$", code, re.MULTILINE)
-    code = re.sub(r"^from __future__ import .*$", "", code, flags=re.MULTILINE)
-    return "\n".join([*future, *imports, _RECURSION, code])
+    return "\n".join([*_FUTURE.findall(code), *imports, _RECURSION, _FUTURE.sub("", code)])
 
 
 def _parse(code: str) -> ast.Module | None:
@@ -103,14 +102,13 @@ def _names(module: ast.Module) -> tuple[set[str], set[str]]:
     """The names that code reads, and those that it defines anywhere."""
     used, defined = set(), set()
     for node in ast.walk(module):
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            defined.add(node.name)
-        elif isinstance(node, ast.arg):
-            defined.add(node.arg)
-        elif isinstance(node, ast.alias):
-            defined.add((node.asname or node.name).partition(".")[0])
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                used.add(name)
+            case ast.Name(id=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                defined.add(name)
+            case ast.alias(name=name, asname=alias):
+                defined.add((alias or name).partition(".")[0])
     return used, defined
 
 
@@ -245,28 +243,23 @@ def _read_source(tests: Mapping[str, Any], context: Mapping[str, Any]) -> dict[s
         module = ast.parse(source)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"the tests are not valid Python: {error}") from error
-    check_source(module)
-    imports = sorted(imported_modules(module) & PROGRAM_MODULES)
-    to_collect, checks = sorted(collected(module)), _Checks()
+    imported, to_collect, checks = _imported_modules(module), _collected(module), _Checks()
+    _check_source(module, imported, to_collect)
     source = ast.unparse(ast.fix_missing_locations(checks.visit(module)))
-    return {"source": [source, checks.known > 0, to_collect, imports], "before": before}
+    to_run = [source, checks.known > 0, sorted(to_collect), sorted(imported & PROGRAM_MODULES)]
+    return {"source": to_run, "before": before}
 
 
-def check_source(module: ast.Module) -> None:
-    """Refuse tests that no program can fail, or that no program can pass.
-
-    Raises:
-        ValueError: If the tests check nothing, call nothing, use nothing of the program, or need what is not supported.
-    """
+def _check_source(module: ast.Module, imported: set[str], to_collect: set[str]) -> None:
+    """Raise ValueError for tests that no program can fail, or that no program can pass."""
     nodes = list(ast.walk(module))
     used, defined = _names(module)
-    imported, to_collect = imported_modules(module), collected(module)
     if not to_collect and not any(map(_acts, module.body)):
         raise ValueError(
             "the tests call nothing: expected asserts, functions or classes of pytest or unittest, or entry_point "
             "if they define check(candidate)"
         )
-    if not any(map(is_check, nodes)):
+    if not any(map(_is_check, nodes)):
         raise ValueError("the tests check nothing: expected an assert")
     if not used - defined and not imported & PROGRAM_MODULES:
         raise ValueError("the tests use nothing of the program")
@@ -280,14 +273,15 @@ def check_source(module: ast.Module) -> None:
         raise ValueError("async tests are not supported: the program runs in another process")
 
 
-def called_name(node: ast.Call) -> str:
-    """The last name of what is called: "assertEqual" for `self.assertEqual(1, 2)`."""
-    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+def _called_name(node: ast.AST) -> str:
+    """The last name of what a call calls: "assertEqual" for `self.assertEqual(1, 2)`; "" for other code."""
+    function = getattr(node, "func", None)
+    return getattr(function, "attr", getattr(function, "id", ""))
 
 
-def is_check(node: ast.AST) -> bool:
+def _is_check(node: ast.AST) -> bool:
     """Whether code can fail a test."""
-    name = called_name(node).lower().lstrip("_") if isinstance(node, ast.Call) else ""
+    name = _called_name(node).lower().lstrip("_")
     is_call = name.startswith(("assert", "raises")) and name != "assertionerror"
     return is_call or isinstance(node, ast.Assert | ast.Raise)
 
@@ -309,7 +303,7 @@ class _Checks(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.Call:
         self.generic_visit(node)
-        node.func = self._call("__count__", node.func) if is_check(node) else node.func
+        node.func = self._call("__count__", node.func) if _is_check(node) else node.func
         return node
 
     def visit_With(self, node: ast.With | ast.FunctionDef) -> ast.AST:
@@ -327,16 +321,16 @@ class _Checks(ast.NodeTransformer):
         return node
 
 
-def imported_modules(module: ast.AST) -> set[str]:
+def _imported_modules(module: ast.AST) -> set[str]:
     """The top-level modules that code imports."""
     nodes = [node for node in ast.walk(module) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = [getattr(node, "module", alias.name) or "" for node in nodes for alias in node.names]
     return {name.partition(".")[0] for name in names}
 
 
-def collected(module: ast.Module) -> set[str]:
+def _collected(module: ast.Module) -> set[str]:
     """The functions and classes that pytest collects, without functions that the tests call with arguments."""
-    called = {called_name(n) for n in ast.walk(module) if isinstance(n, ast.Call) and (n.args or n.keywords)}
+    called = {_called_name(n) for n in ast.walk(module) if isinstance(n, ast.Call) and (n.args or n.keywords)}
 
     def is_test(node: ast.AST) -> bool:
         return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test")
@@ -349,5 +343,5 @@ def _acts(statement: ast.AST) -> bool:
     """Whether a statement, which may have others inside, checks or calls something when a module is run."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef | ast.Lambda):
         return False
-    is_call = isinstance(statement, ast.Call) and called_name(statement) not in ("main", "print", "exit", "append")
+    is_call = isinstance(statement, ast.Call) and _called_name(statement) not in ("main", "print", "exit", "append")
     return is_call or isinstance(statement, ast.Assert) or any(map(_acts, ast.iter_child_nodes(statement)))

@@ -68,23 +68,16 @@ def code_reward(
         ValueError: If the tests have none of the forms, cannot be run, or cannot fail.
     """
     limits = Limits(timeout, cpu_seconds=timeout, memory_bytes=memory_limit_mb << 20, output_bytes=1 << 20)
-    code = extract_code(solution_str)
-    count, results = _start(code, read_tests(ground_truth, extra_info), limits)
-    passed = 0
-    for is_passed in results if code.strip() else ():
+    code, tests = extract_code(solution_str), read_tests(ground_truth, extra_info)
+    run = _run_source if "source" in tests else _run_calls if tests["fn_name"] else _run_inputs
+    passed, count = 0, len(tests["inputs"]) if "inputs" in tests else 1
+    program = with_imports(tests.get("before", "") + code)
+    for is_passed in run(program, tests, limits) if code.strip() else ():
         passed += is_passed
         if not is_passed and not partial:
             break
     fraction = passed / count
     return {"score": fraction if partial else float(passed == count), "acc": float(passed == count), "passed": fraction}
-
-
-def _start(code: str, tests: Mapping[str, Any], limits: Limits) -> tuple[int, Iterator[bool]]:
-    """Return the number of tests and an iterator that runs them and yields whether each one passes."""
-    if "source" in tests:
-        return 1, _run_source(with_imports(tests["before"] + code), tests, limits)
-    code = with_imports(code)
-    return len(tests["inputs"]), (_run_calls if tests["fn_name"] else _run_inputs)(code, tests, limits)
 
 
 def _run_inputs(code: str, tests: Mapping[str, Any], limits: Limits) -> Iterator[bool]:
@@ -99,9 +92,8 @@ def _with_room_for(output: str, limits: Limits) -> Limits:
 
 def _run_source(code: str, tests: Mapping[str, Any], limits: Limits) -> Iterator[bool]:
     token = secrets.token_hex(16)
-    judge = _JUDGE.read_text(encoding="utf-8")
     stdin = json.dumps([token, *tests["source"], code])
-    finished = run_program(judge, limits=limits, stdin=stdin)
+    finished = run_program(_JUDGE.read_text(encoding="utf-8"), limits=limits, stdin=stdin)
     verdict = finished.stdout.partition(f"\n{token} ")[2].partition("\n")[0]
     if verdict.startswith("bad "):
         source = tests["source"][0].replace("__check__", "").replace("__count__", "")
@@ -156,11 +148,6 @@ def same_output(actual: str, expected: str) -> bool:
 
 
 def _same_word(a: str, b: str) -> bool:
-    if a == b:
-        return True
-    if not ("." in a or "." in b):
-        return False
-    try:
-        return math.isclose(float(a), float(b), rel_tol=1e-6, abs_tol=1e-9)
-    except ValueError:
-        return False
+    with contextlib.suppress(ValueError):
+        return a == b or (("." in a or "." in b) and _close(float(a), float(b)))
+    return False

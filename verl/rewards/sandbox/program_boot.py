@@ -11,7 +11,7 @@ the package is imported: the script runs in an isolated interpreter. On Linux,
   ends it.
 - the memory of the program and all its children together is limited, and their number.
 - with HAS_SHARED_MEMORY=1, it has a private /dev/shm, for locks, queues and shared memory of `multiprocessing`, and its
-  working folder is there, as a copy of the current one. The system must allow mounts: as root, or with user namespaces.
+  working folder is there, with a copy of the program. The system must allow mounts: as root, or with user namespaces.
   Otherwise it has no /dev/shm, and runs in the current folder, whose size is measured.
 - the program can read the interpreter, its packages and the system's libraries, and write to its own folder (Landlock,
   Linux 5.13).
@@ -110,14 +110,6 @@ def mount_shared_memory(most_bytes: int) -> None:
         b"tmpfs", SHARED_MEMORY.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options.encode()
     ):
         raise OSError(ctypes.get_errno(), f"cannot mount {SHARED_MEMORY}")
-
-
-def enter_copy(folder: str) -> None:
-    """Copy the files of a folder to the private /dev/shm, which is in memory, and make it the working folder."""
-    os.mkdir(f"{SHARED_MEMORY}/program")
-    os.chdir(f"{SHARED_MEMORY}/program")
-    for name in os.listdir(folder):
-        Path(name).write_bytes(Path(folder, name).read_bytes())
 
 
 def adopt_orphans() -> None:
@@ -340,9 +332,11 @@ def main() -> None:
     cpu, memory, output, has_shared_memory = map(int, sys.argv[1:5])
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
     if has_shared_memory:
-        folder = os.getcwd()
+        code = Path(sys.argv[5]).read_bytes()
         mount_shared_memory(memory // 2)
-        enter_copy(folder)
+        os.mkdir(f"{SHARED_MEMORY}/program")
+        os.chdir(f"{SHARED_MEMORY}/program")
+        Path(sys.argv[5]).write_bytes(code)
     if sys.platform == "linux":
         adopt_orphans()
     child = os.fork()

@@ -25,7 +25,7 @@ from verl.rewards.sandbox.program_boot import LANDLOCK_ABI_WITH_SCOPES, can_filt
 logger = logging.getLogger("verl.rewards")
 
 _BOOT = Path(__file__).with_name("program_boot.py")
-_SIGNALS = {int(number) for number in signal.Signals}
+_SIGNALS = {number.value: number.name for number in signal.Signals}
 #: time for the supervisor (program_boot) to end the processes that the program has left
 _SECONDS_TO_END = 5.0
 
@@ -100,7 +100,8 @@ def run_program(code: str, *, limits: Limits, stdin: str = "") -> Finished:
             tempfile.TemporaryFile() as stderr,
         ):
             failure = _run(folder, stdin_file, stdout, stderr, limits)
-            return Finished(failure, *(_read(file, limits.output_bytes) for file in (stdout, stderr)))
+            outputs = [os.pread(file.fileno(), limits.output_bytes, 0) for file in (stdout, stderr)]
+            return Finished(failure, *(output.decode("utf-8", errors="replace") for output in outputs))
     finally:
         _remove(folder)
 
@@ -123,25 +124,19 @@ def _run(folder: str, stdin: BinaryIO, stdout: BinaryIO, stderr: BinaryIO, limit
     except subprocess.TimeoutExpired:
         status = None
     finally:
-        _end(process)
+        process.terminate()  # the supervisor, which ends the processes below it
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_SECONDS_TO_END)
+        with contextlib.suppress(ProcessLookupError):  # no process of its group is left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     if status is None:
         return f"did not end within {limits.wall_seconds:g} s"
     if status == 128 + signal.SIGXCPU:
         return f"used more than {limits.cpu_seconds:g} s of processor time"
     if status == 0:
         return None
-    ended_by = signal.Signals(status - 128).name if status - 128 in _SIGNALS else None
-    return f"ended by {ended_by}" if ended_by else f"ended with exit status {status}"
-
-
-def _end(process: subprocess.Popen) -> None:
-    """Stop the supervisor, which ends the processes below it; then kill its process group if any are left."""
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_SECONDS_TO_END)
-    with contextlib.suppress(ProcessLookupError):  # the group is empty
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    return f"ended by {_SIGNALS[status - 128]}" if status - 128 in _SIGNALS else f"ended with exit status {status}"
 
 
 def _read_only(content: bytes) -> BinaryIO:
@@ -150,11 +145,6 @@ def _read_only(content: bytes) -> BinaryIO:
         file.write(content)
         file.flush()
         return open(file.name, "rb")
-
-
-def _read(file: BinaryIO, limit: int) -> str:
-    file.seek(0)
-    return file.read(limit).decode("utf-8", errors="replace")
 
 
 def _remove(folder: str) -> None:

@@ -40,6 +40,28 @@ def _parent_exists(module: str) -> bool:
     return not parent or (_parent_exists(parent) and importlib.util.find_spec(parent) is not None)
 
 
+@cache
+def load_function(spec: bytes) -> Callable:
+    """Load a function, or construct the object of a class, and register the rules that it may call.
+
+    Args:
+        spec: Pickled (address, arguments of the constructor or None, (name, address, kwargs) of each rule).
+    """
+    address, constructor_kwargs, rules = pickle.loads(spec)
+    if rules:
+        from verl.rewards import ScoreFunction, register_data_source  # loads all built-in rules
+
+        for name, rule_address, kwargs in rules:
+            register_data_source(name, ScoreFunction(find_function(*rule_address), kwargs))
+    func = find_function(*address)
+    return func if constructor_kwargs is None else func(**constructor_kwargs)
+
+
+def call_function(spec: bytes, keywords: dict[str, object]) -> object:
+    """Call the function, or the object, of `load_function`."""
+    return load_function(spec)(**keywords)
+
+
 class _Output(BoundedText):
     """The output of a call: the first characters, and the number of the others."""
 
@@ -87,36 +109,6 @@ def limited(limits: Limits):
             resource.setrlimit(kind, limit)
 
 
-def run_call(
-    called: Callable[[], None], addresses: Sequence[tuple[str, str, str]], limits: Limits, arguments: bytes
-) -> tuple:
-    """Run one call.
-
-    Args:
-        called: Called when everything is loaded.
-        addresses: The functions to load; the last one is called.
-        limits: Limits of the call.
-        arguments: Its pickled keyword arguments.
-
-    Returns:
-        ("value", pickled value, output) or ("error", description, traceback, output).
-    """
-    _OUTPUT.begin(limits.output_bytes)
-    try:
-        with contextlib.redirect_stdout(_OUTPUT), contextlib.redirect_stderr(_OUTPUT):
-            *_, function = [find_function(*address) for address in addresses]
-            keywords = pickle.loads(arguments)
-            called()
-            with limited(limits):
-                value = function(**keywords)
-                if inspect.iscoroutine(value):
-                    value = asyncio.run(value)
-            return "value", pickled(value), _OUTPUT.text()
-    except BaseException as error:  # including SystemExit: sys.exit() in user code does not end the worker
-        trace = "".join(traceback.format_exception(error))
-        return "error", describe_error(error), trace[-20000:], _OUTPUT.text()
-
-
 def run_calls(reply: Callable[..., None], number: int, limits: Limits, jobs: Sequence[tuple]) -> None:
     """Run the calls of a message one after the other and reply with the result of each as soon as it is known.
 
@@ -126,17 +118,25 @@ def run_calls(reply: Callable[..., None], number: int, limits: Limits, jobs: Seq
         limits: Limits of each call.
         jobs: (addresses, pickled arguments) of each call.
     """
-    this, is_called = number, False
-
-    def called() -> None:
-        nonlocal is_called
-        if not is_called:
-            is_called = True
-            reply("called", this)
-
+    is_called = False
     for this, (addresses, arguments) in enumerate(jobs, start=number):
-        kind, *content = run_call(called, addresses, limits, arguments)
-        reply(kind, this, *content)
+        _OUTPUT.begin(limits.output_bytes)
+        try:
+            with contextlib.redirect_stdout(_OUTPUT), contextlib.redirect_stderr(_OUTPUT):
+                *_, function = [find_function(*address) for address in addresses]
+                keywords = pickle.loads(arguments)
+                if not is_called:
+                    is_called = True
+                    reply("called", this)
+                with limited(limits):
+                    value = function(**keywords)
+                    if inspect.iscoroutine(value):
+                        value = asyncio.run(value)
+            kind, *content = "value", pickled(value)
+        except BaseException as error:  # including SystemExit: sys.exit() in user code does not end the worker
+            trace = "".join(traceback.format_exception(error))
+            kind, *content = "error", describe_error(error), trace[-20000:]
+        reply(kind, this, *content, _OUTPUT.text())
 
 
 def pickled(value: object) -> bytes:
