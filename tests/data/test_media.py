@@ -352,6 +352,18 @@ def test_items_are_not_kept(models):
 # ---- custom datasets, mixtures --------------------------------------------------------------------------------------
 
 
+def test_columns_of_a_row_hold_for_rows_with_images(models):
+    """A weight of a row is refused, and `tools` must be read by the template, in data files and in custom datasets."""
+    tokenizer, loaded = models()
+    with pytest.raises(ValueError, match="column 'loss_mask': a row has no weight, found 0"):
+        SFTDataset([row(loss_mask=0)], tokenizer, {"max_length": 200}, processor=loaded)
+    content = [{"type": "image", "image": random_image(1)}, {"type": "text", "text": "How many?"}]
+    item = {"data_source": "x", "reward_model": {"ground_truth": "3"}, "tools": [{"name": "count"}]}
+    item["raw_prompt"] = [{"role": "user", "content": content}]
+    with pytest.raises(ValueError, match="the chat template does not read 'tools'"):
+        PromptCollator(tokenizer, DataConfig(), loaded)([item])
+
+
 def test_items_of_custom_datasets(models):
     tokenizer, loaded = models()
     collate = PromptCollator(tokenizer, DataConfig(max_prompt_length=200), loaded)

@@ -107,7 +107,8 @@ def test_turns_that_cannot_be_trained_are_named(chat_tokenizer, chat, message):
 
 @pytest.mark.parametrize(("name", "value"), [("loss_mask", [0, 1]), ("weight", 0.5), ("train", False)])
 def test_a_weight_of_a_row_is_refused(chat_tokenizer, name, value):
-    for row in ({"messages": [ASK, say("1")]}, {"prompt": "One?", "response": "1"}):
+    trl = {"prompt": [ASK], "completion": [say("1")]}
+    for row in ({"messages": [ASK, say("1")]}, {"prompt": "One?", "response": "1"}, trl):
         with pytest.raises(ValueError, match=f"row 1 .*: column '{name}': a row has no weight, found"):
             SFTDataset([{**row, name: 1}, {**row, name: value}], chat_tokenizer)
 
@@ -292,7 +293,8 @@ def test_tools_of_a_row_are_rendered(write, chat_tokenizer, tools):
         f"<tools>{json.dumps([{'type': 'function', 'function': SCHEMA}])}</tools><|im_start|>user\nOne?<|im_end|>\n"
     )
     expected = [(0, prompt + "<|im_start|>assistant\n"), (1, "1<|im_end|>")]
-    for row in ({"messages": [ASK, say("1")]}, {"prompt": "One?", "response": "1"}):
+    trl = {"prompt": [ASK], "completion": [say("1")]}
+    for row in ({"messages": [ASK, say("1")]}, {"prompt": "One?", "response": "1"}, trl):
         item = SFTDataset(write("a.jsonl", [row | {"tools": tools}]), chat_tokenizer)[0]
         assert segments(chat_tokenizer, item) == expected
     for question in ("One?", [ASK]):

@@ -64,7 +64,9 @@ class PromptCollator:
             return None
         media = media_data(item.get("multi_modal_data")) or {}
         keys = {"images": self.data.image_key, "videos": self.data.video_key}
-        return self.media.read({keys[name]: values for name, values in media.items()}, prompt, Path(), location)
+        row = {name: item[name] for name in ("tools", "enable_thinking") if name in item}
+        row |= {keys[name]: values for name, values in media.items()}
+        return self.media.read(row, prompt, Path(), location)
 
     def _check_length(self, ids: Sequence[int], location: str, fix: str) -> None:
         limit = self.data.max_prompt_length

@@ -205,6 +205,11 @@ class SFTDataset(TokenizedDataset):
         """The row as a chat, with its images if it has any, or as two plain texts."""
         location = rows.location(index)
         refuse_media(row, self._refused, location)
+        if weights := [name for name in TRAINED if row.get(name) not in (None, 1)]:
+            fix = "set it in the assistant messages (0 or 1), or rename the column"
+            raise ValueError(
+                f"{location}: column {weights[0]!r}: a row has no weight, found {row[weights[0]]!r:.80}: {fix}"
+            )
         if self.media is None:
             return self._chat_or_pair(row, location)
         columns = self._columns
@@ -230,11 +235,6 @@ class SFTDataset(TokenizedDataset):
     def _chat_or_pair(self, row: Mapping[str, Any], location: str) -> _Example:
         """A text-only row."""
         columns = self._columns
-        if weights := [name for name in TRAINED if row.get(name) not in (None, 1)]:
-            fix = "set it in the assistant messages (0 or 1), or rename the column"
-            raise ValueError(
-                f"{location}: column {weights[0]!r}: a row has no weight, found {row[weights[0]]!r:.80}: {fix}"
-            )
         if columns.messages is not None:
             return with_settings(check_messages(row[columns.messages], location), row, location)
         response, name = _follow(row, columns.response, location), f"the response (column {columns.response[0]!r})"
@@ -242,7 +242,7 @@ class SFTDataset(TokenizedDataset):
         if isinstance(chat, list) and chat and isinstance(chat[0], Mapping) and "role" in chat[0]:
             prompt = _follow(row, columns.prompt, location) if chat[0]["role"] == "assistant" else []
             prompt = as_chat_or_text(prompt, "chat", True, location) if prompt else []
-            return check_messages([*prompt, *chat], location)
+            return with_settings(check_messages([*prompt, *chat], location), row, location)
         if not isinstance(response, str) and response is not None:
             actual = f"{response!r} ({type(response).__name__})"
             raise ValueError(f"{location}: {name} is not text: found {actual}")

@@ -3,9 +3,9 @@
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from verl.config import ConfigError
 from verl.single_controller.worker_group import WorkerError
@@ -33,19 +33,15 @@ def print_config_errors_plainly() -> None:
         sys.excepthook = print_uncaught
 
 
-class Planned(Protocol):
-    """A command that is ready to run, with all checks passed."""
+def dry_run(build: Callable[[], Any], verbose: bool = False) -> int:
+    """Run all checks, print their number (verbose: their names) and the plan, and stop before workers start.
 
-    def passed_checks(self) -> Sequence[str]:
-        """Names of the checks that have passed."""
+    Args:
+        build: makes what has `passed_checks()`, the names of the checks, and `plan()`, the run in one paragraph.
 
-    def plan(self) -> str:
-        """Description of the run, in one paragraph."""
-
-
-def dry_run(build: Callable[[], Planned], verbose: bool = False) -> int:
-    """Run all checks, print their number (verbose: their names) and the plan, and stop before workers start. Returns
-    the exit status."""
+    Returns:
+        The exit status.
+    """
     setup_logging()
     try:
         command = build()
@@ -83,7 +79,7 @@ def fit(trainer: "Trainer") -> int:
     return 0
 
 
-def run(build: Callable[[], Planned], execute: Callable[[Any], int] = fit) -> int:
+def run(build: Callable[[], Any], execute: Callable[[Any], int] = fit) -> int:
     """Build a command and execute it; a trainer is trained. Returns the exit status.
 
     User errors are found while building, before a model is loaded, or while the workers start: one message, status 1.
