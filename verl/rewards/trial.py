@@ -1,5 +1,6 @@
 """A trial of a reward function: right, wrong and empty responses to a row, and what their scores say about it."""
 
+import inspect
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -55,11 +56,8 @@ def describe_fault(scores: Mapping[str, Sequence[float]]) -> str | None:
 
 def explain(function: ScoreFunction, response: str, extra: Mapping[str, Any]) -> str:
     """What a rule takes as the final answer of a response, and where it has found it; "" if that is not known."""
-    body = function.func
-    named = [
-        getattr(body, "__globals__", {}).get(name) for name in getattr(body, "__code__", explain.__code__).co_names
-    ]
-    rule = next((value for value in named if isinstance(value, AnswerRule)), None)
+    used = inspect.getclosurevars(function.func).globals if inspect.isfunction(function.func) else {}
+    rule = next((value for value in used.values() if isinstance(value, AnswerRule)), None)
     if rule is None:
         return f"answer {extra['pred']!r}" if "pred" in extra else ""
     final = rule.extract(response)

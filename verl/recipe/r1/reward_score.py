@@ -9,16 +9,15 @@ from typing import Any
 from verl.rewards.resolve import rule_for
 from verl.rewards.rules.maths import math_dapo, math_reward
 
-END_OF_THOUGHT = "</think>"
-
 # Datasets of the R1 evaluation whose names do not begin with a data source that has a rule.
 MATHEMATICS = ("Maxwell-Jia/AIME_2024", "opencompass/cnmo2024_en", "opencompass/cnmo2024_zh")
 
 
 def final_part(response: str) -> str | None:
     """The text after the reasoning; None if the reasoning does not end. A response without tags has no reasoning."""
-    if END_OF_THOUGHT in response:
-        return response.rpartition(END_OF_THOUGHT)[2].strip()
+    _, end_of_thought, final = response.rpartition("</think>")
+    if end_of_thought:
+        return final.strip()
     return None if "<think>" in response else response
 
 

@@ -22,8 +22,7 @@ def _tag_at_end(text: str) -> Answer | None:
 
 
 def _last_number(text: str) -> Answer | None:
-    sentences = [part for part in re.split(r"(?<=[.!?])\s+|\n", text.strip()) if part.strip()]
-    if sentences and extract.is_hedged(sentences[-1]):
+    if extract.is_hedged(extract.last_sentence(text)):
         return Answer(None, "the last sentence leaves the answer open")
     number = gsm8k.extract(text, "flexible")
     return None if number is None else Answer(str(number), "last number")

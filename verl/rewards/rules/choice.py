@@ -68,7 +68,7 @@ def extract_choice(text: str, choices: Sequence[str] = (), labels: Sequence[str]
     answer = extract.box(text) or extract.tag(text) or extract.statement(text)
     if answer is not None and answer.text is None:
         return None
-    short = (text if answer is None else answer.text or "").strip()
+    short = (text if answer is None else answer.text).strip()
     if answer is not None or len(short) < 80:
         if short in labels:
             return letters[list(labels).index(short)]
@@ -79,21 +79,19 @@ def extract_choice(text: str, choices: Sequence[str] = (), labels: Sequence[str]
             return letter
     if answer is not None and answer.source in ("box", "<answer>"):
         return None
-    for pattern in (_CUE, _PRAISED, _CHINESE, _LISTED):
-        matches = [match for match in pattern.finditer(text) if _letter(match) in letters]
-        matches = [match for match in matches if not (match[0].endswith("I") and _I_DO.match(text, match.end()))]
-        if pattern is _LISTED:
-            listed = [_letter(match) for match in matches]
-            is_enumeration = len(listed) > 1 and listed == list(letters[: len(listed)])
-            return None if is_enumeration or not listed else listed[-1]
-        matches = [match for match in matches if not _is_denied(text, match)]
+    for pattern in (_CUE, _PRAISED, _CHINESE):
+        matches = [match for match in _mentions(pattern, text, letters) if not _is_denied(text, match)]
         if matches:
-            return None if _SECOND.match(text, matches[-1].end("letter")) else _letter(matches[-1])
-    return None
+            return None if _SECOND.match(text, matches[-1].end("letter")) else matches[-1]["letter"]
+    listed = "".join(match[match.lastindex] for match in _mentions(_LISTED, text, letters))
+    is_enumeration = len(listed) > 1 and letters.startswith(listed)
+    return None if is_enumeration or not listed else listed[-1]
 
 
-def _letter(match: re.Match) -> str:
-    return next(filter(None, match.groups()))
+def _mentions(pattern: re.Pattern, text: str, letters: str) -> list[re.Match]:
+    """The matches with one of the letters, without the pronoun I."""
+    matches = (match for match in pattern.finditer(text) if match[match.lastindex] in letters)
+    return [match for match in matches if not (match[0].endswith("I") and _I_DO.match(text, match.end()))]
 
 
 def _is_denied(text: str, match: re.Match) -> bool:
@@ -106,7 +104,7 @@ def _is_denied(text: str, match: re.Match) -> bool:
 
 
 def _leading_letter(short: str, letters: str) -> str | None:
-    """The letter with which a short answer begins; "" if it names two; None without one."""
+    """The letter with which a short answer begins; "" if it names two, denies or asks; None without one."""
     bare = re.sub(r"\\(?:textbf|textit|text|mathrm|mathbf)(?![a-z])|[*_`$\\{}\"]", "", short).strip()
     if re.fullmatch(r"\W*[A-Za-z]\W*", bare):
         letter = re.sub(r"\W", "", bare).upper()
@@ -117,12 +115,9 @@ def _leading_letter(short: str, letters: str) -> str | None:
     rest = bare[match.end() :]
     if match["letter"] in "AI" and re.match(r"\s+[a-z]", rest):  # "A dog", "I don't know"
         return None
-    others = re.finditer(rf"(?<![A-Za-z'])[{letters}](?![A-Za-z'])(?!\s+[a-z])", rest)
-    if any(other[0] not in ("I", match["letter"]) for other in others):
-        return ""  # two letters
-    if _DENIAL.search(rest) or bare.rstrip().endswith("?") or "? " in bare:
-        return ""
-    return match["letter"]
+    others = set(re.findall(rf"(?<![A-Za-z'])[{letters}](?![A-Za-z'])(?!\s+[a-z])", rest)) - {"I", match["letter"]}
+    is_open = others or _DENIAL.search(rest) or bare.rstrip().endswith("?") or "? " in bare
+    return "" if is_open else match["letter"]
 
 
 def _read_choices(choices: Any) -> tuple[list[str], list[str]]:

@@ -25,7 +25,7 @@ from numbers import Real
 from typing import Any
 
 from verl.rewards.functions import register_reward
-from verl.rewards.rules.answers.extract import visible_text
+from verl.rewards.rules.answers.extract import last_match, visible_text
 from verl.rewards.rules.answers.rule import read_references
 
 _LONGEST = 120
@@ -49,12 +49,7 @@ _NUMBER = re.compile(_NUMBER_PATTERN, re.VERBOSE)
 _MARKS = re.compile(r"[ \t]*(?:\*\*?|__?|\\\(|\\\[|\$(?=\\)|\\boxed\{)*[ \t]*")
 
 _SPACED_SIGN = re.compile(r"([-+\u2212]) ?(?=[$\\0-9.])")  # directly after "####"
-_WIDE = {0xFF10 + digit: str(digit) for digit in range(10)} | {
-    ord("＃"): "#",
-    ord("．"): ".",
-    ord("，"): ",",
-    ord("－"): "-",
-}
+_WIDE = str.maketrans("０１２３４５６７８９＃．，－", "0123456789#.,-")
 _TAIL = 1500  # characters at the end of a text that are searched
 _BOXED = re.compile(r"\\boxed\{|<answer>")
 _SAID = re.compile(r"\banswer\b[*_\\ ]*(?:is|would be|comes to|[:=])[*_:\s]*", re.IGNORECASE)
@@ -92,8 +87,7 @@ def _after_marks(text: str) -> re.Match | None:
         rest = rest[_MARKS.match(rest).end() :]
         sign = _SPACED_SIGN.match(rest)
         rest = rest if sign is None else (sign[1] if sign[1] != "+" else "") + rest[sign.end() :]
-        match = _NUMBER.match(rest)
-        if match:
+        if match := _NUMBER.match(rest):
             return match
     return None
 
@@ -101,12 +95,10 @@ def _after_marks(text: str) -> re.Match | None:
 def _concluded(text: str) -> re.Match | None:
     """Find the final answer in a text without `####` (rules 2 to 4 of the module docstring)."""
     for mark in (_BOXED, _SAID):
-        if marks := list(mark.finditer(text)):
-            begin = marks[-1].end()
-            end = _SENTENCE_END.search(text, begin)
-            begin_and_end = (begin, end.start() if end else len(text))
-            match = _after_last(_RESULT, text, *begin_and_end) or _NUMBER.search(text, *begin_and_end)
-            if match:
+        if last := last_match(mark, text):
+            end = _SENTENCE_END.search(text, last.end())
+            begin_and_end = (last.end(), end.start() if end else len(text))
+            if match := _after_last(_RESULT, text, *begin_and_end) or _NUMBER.search(text, *begin_and_end):
                 return match
     ends = [0, *(mark.end() for mark in _SENTENCE_END.finditer(text)), len(text)]
     for begin, end in zip(ends[-2::-1], ends[:0:-1]):
@@ -121,14 +113,13 @@ def _from_sentence(text: str, begin: int, end: int) -> re.Match | None:
     reason = _REASON.search(text, begin, end)
     if reason and _DIGIT.search(text, begin, reason.start()):
         end = reason.start()
-    numbers = list(_NUMBER.finditer(text, begin, end))
-    return numbers[-1] if numbers else None
+    return last_match(_NUMBER, text, begin, end)
 
 
 def _after_last(mark: re.Pattern, text: str, begin: int, end: int) -> re.Match | None:
     """Find the first number after the last match of `mark`."""
-    marks = list(mark.finditer(text, begin, end))
-    return _NUMBER.search(text, marks[-1].end(), end) if marks else None
+    last = last_match(mark, text, begin, end)
+    return _NUMBER.search(text, last.end(), end) if last else None
 
 
 def parse_number(value: Any) -> int | Fraction | None:
@@ -143,16 +134,13 @@ def parse_number(value: Any) -> int | Fraction | None:
 def _value(match: re.Match) -> int | Fraction | None:
     if match.end() - match.start() > _LONGEST:
         return None
-    whole, top, bottom, grouped, digits, decimals = match.group(
-        "whole", "top", "bottom", "grouped", "digits", "decimals"
-    )
-    if top is not None:
-        if int(bottom) == 0:
+    if match["top"] is not None:
+        if int(match["bottom"]) == 0:
             return None
-        value = Fraction(int(top), int(bottom)) + (int(whole) if whole else 0)
+        value = Fraction(int(match["top"]), int(match["bottom"])) + int(match["whole"] or 0)
     else:
-        integer = int(re.sub("[^0-9]", "", grouped) if grouped else digits or 0)
-        value = integer + Fraction(int(decimals[1:]), 10 ** (len(decimals) - 1)) if decimals else integer
+        value = int(re.sub("[^0-9]", "", match["grouped"] or match["digits"] or "0"))
+        value += Fraction("0" + match["decimals"]) if match["decimals"] else 0
     return -value if match["minus"] or match["inner_minus"] else value
 
 

@@ -15,14 +15,15 @@ them is not of that kind. The first that returns decides; what no comparison und
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from itertools import product
+from itertools import chain, product
+from typing import Any
 
 from verl.rewards.rules.answers.constants import parse_constant
-from verl.rewards.rules.answers.normalize import join_thousands, mark_words, normalize
+from verl.rewards.rules.answers.normalize import join_thousands, normalize, quote_names
 from verl.rewards.rules.answers.quantities import UNITS, WORD, parse_compound, split_unit
 from verl.rewards.rules.answers.sets import SET_SIGN, to_set
 from verl.rewards.rules.answers.structure import parse_collection, parse_rows, split_elements, split_top
-from verl.rewards.rules.answers.symbolic import equal_expressions, parse
+from verl.rewards.rules.answers.symbolic import equal_expressions, none_if_unreadable, parse
 
 _LONGEST = 1000  # characters of an answer; a longer one equals nothing
 
@@ -45,7 +46,7 @@ _ALL_REALS = re.compile(r'"(?:all|every)"\s*"real"(?:\s*"(?:numbers?|values?)")?
 
 def _readings(text: str) -> list[str]:
     """A text without a preface; with commas that may group thousands, also the text without them."""
-    text = _PREFACE.sub("", mark_words(text)).strip()
+    text = _PREFACE.sub("", quote_names(text)).strip()
     text = _strip_delimiters(_ALL_REALS.sub(r"\\R ", text).strip())
     joined = join_thousands(text)
     return [joined] if joined == text or _GROUPED_NUMBER.fullmatch(text) else [joined, text]
@@ -62,11 +63,8 @@ def _strip_delimiters(text: str) -> str:
     """Remove emphasis, quotes, and brackets around one number: `(5)` is 5, `[34]` is 34."""
     text = text.strip("*_` ")
     single = re.fullmatch(r"\(\s*(.*?)\s*\)|\[\s*(.*?)\s*\]|\{\s*(.*?)\s*\}|\\\{\s*(.*?)\s*\\\}", text)
-    if single:
-        inside = next(group for group in single.groups() if group is not None)
-        if re.fullmatch(r"-?[\d.]+|\"[^\"]*\"|[A-Z]", inside):
-            return inside
-    return text
+    inside = single[single.lastindex] if single else ""
+    return inside if re.fullmatch(r"-?[\d.]+|\"[^\"]*\"|[A-Z]", inside) else text
 
 
 def _equal(answer: str, reference: str) -> bool:
@@ -100,7 +98,7 @@ def _as_choice(answer: str, reference: str) -> bool | None:
     if expected is None:
         return None
     first = _read_choice(answer)
-    return expected == first if first is not None else (False if _quoted(answer) else None)
+    return expected == first if first is not None else (False if WORD.search(answer) else None)
 
 
 def _read_choice(text: str) -> str | None:
@@ -123,13 +121,10 @@ def _as_time(answer: str, reference: str) -> bool | None:
     return False if (left and left[4]) or (right and right[4]) else None
 
 
-def _as_date(answer: str, reference: str) -> bool | None:
+def _read_date(text: str) -> list[int] | None:
     """Dates, versions and telephone numbers (2020-06-05, 5/6/2020, 1.2.3) are no calculations: equal by groups."""
-    groups = [re.fullmatch(r"\d+(?:([-/.])\d+)(?:\1\d+)+", text) for text in (answer, reference)]
-    if None in groups:
-        return None
-    left, right = ([int(g) for g in re.findall(r"\d+", m[0])] for m in groups)
-    return left == right
+    is_date = re.fullmatch(r"\d+(?:([-/.])\d+)(?:\1\d+)+", text)
+    return [int(group) for group in re.findall(r"\d+", text)] if is_date else None
 
 
 def _as_ratio(answer: str, reference: str) -> bool | None:
@@ -171,9 +166,6 @@ def _as_number_in_base(answer: str, reference: str) -> bool | None:
 
 def _as_quantity(answer: str, reference: str) -> bool | None:
     (a, unit_a), (b, unit_b) = split_unit(answer), split_unit(reference)
-    compound = parse_compound(answer), parse_compound(reference)
-    if compound[0] and compound[1]:
-        return compound[0] == compound[1]
     if not (unit_a or unit_b):
         return _equal(a, b) if (a, b) != (answer, reference) else None
     x, y = parse_constant(a), parse_constant(b)
@@ -190,7 +182,7 @@ def _as_quantity(answer: str, reference: str) -> bool | None:
         return equal_expressions(f"\\frac{{({degrees})\\pi}}{{180}}", radians)
     if any('"' in text for text in (a, b)):
         return None
-    return x == y if x is not None and y is not None else _equal(a, b)
+    return _equal(a, b)
 
 
 def _same_noun(left: str, right: str) -> bool:
@@ -200,15 +192,16 @@ def _same_noun(left: str, right: str) -> bool:
     return left[:shorter] == right[:shorter] or left[-shorter:] == right[-shorter:]
 
 
-def _equal_percent(a: str, unit_a: str, b: str, unit_b: str, x: Fraction | None, y: Fraction | None) -> bool | None:
+def _equal_percent(a: str, unit_a: str, b: str, unit_b: str, x: Fraction | None, y: Fraction | None) -> bool:
     if {unit_a, unit_b} - {"", "%"}:
         return False
-    if x is None or y is None:
-        hundredth = "\\frac{{{}}}{{100}}"
-        if unit_a and unit_b:
-            return _equal(a, b)
-        return _equal(a, b) or _equal(*((hundredth.format(a), b) if unit_a else (a, hundredth.format(b))))
-    return x == y if unit_a and unit_b else x == y or (x / 100 == y if unit_a else x == y / 100)
+    is_equal = _equal(a, b)
+    if is_equal or (unit_a and unit_b):
+        return is_equal
+    if x is not None and y is not None:
+        return x / 100 == y if unit_a else x == y / 100
+    hundredth = "\\frac{{{}}}{{100}}"
+    return _equal(hundredth.format(a), b) if unit_a else _equal(a, hundredth.format(b))
 
 
 def _within_digits(answer: str, reference: str) -> bool:
@@ -230,37 +223,25 @@ def _within_digits(answer: str, reference: str) -> bool:
     return abs(value_a - value) <= Fraction(1, 2 * 10**digits)
 
 
-# ---- words ----------------------------------------------------------------------------------------------------------
+# ---- texts ----------------------------------------------------------------------------------------------------------
 
 _MONTH = re.compile("january|february|march|april|may|june|july|august|september|october|november|december")
+_ORDINAL = re.compile(r"^0*(\d+)(?:st|nd|rd|th)?$")
 
 
-def _quoted(text: str) -> list[str]:
-    return WORD.findall(text)
-
-
-def _as_words(answer: str, reference: str) -> bool | None:
+def _as_text(answer: str, reference: str) -> bool | None:
     """Texts with words: equal word for word. A letter or a word of an answer is never taken for a product."""
-    if not (_quoted(reference) or _quoted(answer)):
+    without_words = [text for text in (answer, reference) if not WORD.search(text)]
+    are_lists = len(split_elements(answer)) > 1 and len(split_elements(reference)) > 1  # compared by their elements
+    if len(without_words) == 2 or are_lists:
         return None
-    if not _quoted(reference) or not _quoted(answer):
-        bare = re.fullmatch(r"[A-Za-z]{1,2}", reference if _quoted(answer) else answer)
-        if not bare:
-            return False if not _is_list(answer, reference) else None
-    if _is_list(answer, reference):
-        return None
-    left, right = (_tokens(text) for text in (answer, reference))
-    if left == right:
-        return True
+    if without_words and not re.fullmatch(r"[A-Za-z]{1,2}", without_words[0]):
+        return False
+    left, right = _tokens(answer), _tokens(reference)
     months = [[word for word in tokens if _MONTH.fullmatch(word)] for tokens in (left, right)]
-    if len(months[0]) == 1 and months[0] == months[1]:
-        return sorted(map(_ordinal, left)) == sorted(map(_ordinal, right))
-    return False
-
-
-def _is_list(answer: str, reference: str) -> bool:
-    """Whether both are lists with words in them, whose elements are compared one by one."""
-    return len(split_elements(answer)) > 1 and len(split_elements(reference)) > 1
+    if len(months[0]) == 1 and months[0] == months[1]:  # a date, in any order: "June 5th" and "5 June"
+        left, right = (sorted(_ORDINAL.sub(r"\1", word) for word in tokens) for tokens in (left, right))
+    return left == right
 
 
 _ARTICLE = re.compile(r'"?(?:[Tt]he|[Aa]n|a)\b|"?A"?\s+"?[a-z]')
@@ -272,10 +253,6 @@ def _tokens(text: str) -> list[str]:
     text = re.sub(r"\\degree|\bof\b", " ", text)
     tokens = re.findall(r"[^\W_]+(?:'[a-z]+)?|[-+<>=/*^]", text)
     return tokens[1:] if len(tokens) > 1 and _ARTICLE.match(original) else tokens
-
-
-def _ordinal(word: str) -> str:
-    return re.sub(r"^0*(\d+)(?:st|nd|rd|th)?$", r"\1", word)
 
 
 def _as_names(answer: str, reference: str) -> bool | None:
@@ -290,7 +267,7 @@ def _as_names(answer: str, reference: str) -> bool | None:
 
 def _as_collection(answer: str, reference: str) -> bool | None:
     if SET_SIGN.search(answer) or SET_SIGN.search(reference):
-        left, right = to_set(answer), to_set(reference)
+        left, right = (none_if_unreadable(to_set, text) for text in (answer, reference))
         if left is not None and right is not None:
             return left == right
     (kind_a, a), (kind_b, b) = parse_collection(answer), parse_collection(reference)
@@ -307,20 +284,15 @@ def _as_collection(answer: str, reference: str) -> bool | None:
 
 
 def _equal_unordered(left: list[str], right: list[str]) -> bool:
-    left, right = _distinct(left), _distinct(right)
+    left, right = ({_squeeze(element): element for element in elements} for elements in (left, right))
     if len(left) != len(right):
         return False
-    rest = list(right)
-    for element in left:
-        match = next((other for other in rest if _equal(element, other)), None)
+    for element in left.values():
+        match = next((key for key, other in right.items() if _equal(element, other)), None)
         if match is None:
             return False
-        rest.remove(match)
+        del right[match]
     return True
-
-
-def _distinct(elements: list[str]) -> list[str]:
-    return list({_squeeze(element): element for element in elements}.values())
 
 
 # ---- expressions ----------------------------------------------------------------------------------------------------
@@ -330,22 +302,15 @@ _APPROXIMATION = re.compile(r"\s*\\approx.*$")
 
 def _as_matrix(answer: str, reference: str) -> bool | None:
     """Matrices entry by entry; a column or a row equals the tuple of its entries."""
-    rows = [parse_rows(text) for text in (answer, reference)]
-    if rows[0] is None and rows[1] is None:
+    left, right = parse_rows(answer), parse_rows(reference)
+    if left and right:
+        return list(map(len, left)) == list(map(len, right)) and all(map(_equal, chain(*left), chain(*right)))
+    rows = left or right
+    if rows is None or 1 not in (len(rows), len(rows[0])):
         return None
-    if rows[0] is None or rows[1] is None:
-        entries = [entry for row in rows[0] or rows[1] or () for entry in row]
-        kind, other = parse_collection(answer if rows[0] is None else reference)
-        if kind != "()" or 1 not in (len(rows[0] or rows[1]), len((rows[0] or rows[1])[0])):
-            return None
-        return len(entries) == len(other) and all(map(_equal, entries, other))
-    shapes = [list(map(len, r)) for r in rows]
-    return shapes[0] == shapes[1] and all(_equal(a, b) for r, s in zip(*rows) for a, b in zip(r, s))
-
-
-def _as_number(answer: str, reference: str) -> bool | None:
-    left, right = parse_constant(answer), parse_constant(reference)
-    return None if left is None or right is None else left == right
+    kind, other = parse_collection(reference if left else answer)
+    entries = list(chain(*rows))
+    return len(entries) == len(other) and all(map(_equal, entries, other)) if kind == "()" else None
 
 
 # The left side of a definition: x, x_1, AB, |AB|, (x,y), f(x), f^{-1}(x), [ABC], \angle A, \text{Area}.
@@ -373,22 +338,29 @@ def _as_equation(answer: str, reference: str) -> bool | None:
     return False
 
 
-def _as_expression(answer: str, reference: str) -> bool | None:
-    return equal_expressions(answer, reference)
+def _by_value(read: Callable[[str], Any]) -> Callable[[str, str], bool | None]:
+    """The comparison of what `read` returns for both texts."""
+
+    def compare(answer: str, reference: str) -> bool | None:
+        left, right = read(answer), read(reference)
+        return None if left is None or right is None else left == right
+
+    return compare
 
 
 _COMPARISONS: list[Callable[[str, str], bool | None]] = [
-    _as_number,
+    _by_value(parse_constant),
     _as_time,
-    _as_date,
+    _by_value(_read_date),
     _as_ratio,
     _as_number_in_base,
     _as_choice,
     _as_matrix,
+    _by_value(parse_compound),
     _as_quantity,
     _as_equation,
     _as_names,
-    _as_words,
+    _as_text,
     _as_collection,
-    _as_expression,
+    equal_expressions,
 ]

@@ -5,7 +5,8 @@ from fractions import Fraction
 
 _DECIMAL = re.compile(r"([-+]?)\s*(\d*)(?:\.(\d*))?")
 _REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\{(\d+)\}|\\(?:bar|dot)\s*(\d)|\((\d+)\))")
-_FRACTION = re.compile(r"([-+]?)\s*(?:\\frac\{\s*(-?\d+)\s*\}\{\s*(-?\d+)\s*\}|(\d+)\s*/\s*(-?\d+))")
+# Sign, whole number (never in a fraction), numerator and denominator in two spellings.
+_FRACTION = re.compile(r"([-+]?)()\s*(?:\\frac\{\s*(-?\d+)\s*\}\{\s*(-?\d+)\s*\}|(\d+)\s*/\s*(-?\d+))")
 _MIXED = re.compile(
     r"([-+]?)\s*(\d+)(?:\s*|\s*\+\s*|\s+\"?and\"?\s+|-)(?:\\frac\{\s*(\d+)\s*\}\{\s*(\d+)\s*\}|(?<=[\s+-])(\d+)/(\d+))"
 )
@@ -19,26 +20,18 @@ def parse_constant(text: str) -> Fraction | None:
     text = text.strip()
     if len(text) > 200 or not any(c.isdigit() for c in text):
         return None
-    if match := _DECIMAL.fullmatch(text):
-        sign, whole, decimals = match.groups()
-        value = Fraction(int(whole or 0)) + Fraction(int(decimals or 0), 10 ** len(decimals or ""))
+    if match := _DECIMAL.fullmatch(text) or _REPEATING.fullmatch(text):
+        sign, whole, decimals, *periods = match.groups(default="")
+        shift = 10 ** len(decimals)
+        value = int(whole or 0) + Fraction(int(decimals or 0), shift)
+        if period := "".join(periods):
+            value += Fraction(int(period), (10 ** len(period) - 1) * shift)
         return -value if sign == "-" else value
-    if match := _REPEATING.fullmatch(text):
-        sign, whole, fixed, *period = match.groups()
-        period = next(filter(None, period))
-        shift = 10 ** len(fixed)
-        value = int(whole or 0) + Fraction(int(fixed or 0), shift)
-        value += Fraction(int(period), (10 ** len(period) - 1) * shift)
-        return -value if sign == "-" else value
-    if match := _FRACTION.fullmatch(text):
-        top, bottom = int(match[2] or match[4]), int(match[3] or match[5])
-        return None if bottom == 0 else Fraction(top, bottom) * (-1 if match[1] == "-" else 1)
-    if match := _MIXED.fullmatch(text):
+    if match := _FRACTION.fullmatch(text) or _MIXED.fullmatch(text):
         top, bottom = int(match[3] or match[5]), int(match[4] or match[6])
-        return None if bottom == 0 else (int(match[2]) + Fraction(top, bottom)) * (-1 if match[1] == "-" else 1)
+        return None if bottom == 0 else (int(match[2] or 0) + Fraction(top, bottom)) * (-1 if match[1] == "-" else 1)
     if match := _SCIENTIFIC.fullmatch(text):
         mantissa = parse_constant(match[1])
         return None if mantissa is None else mantissa * Fraction(10) ** int(match[2] or match[3])
-    if re.fullmatch(r"[-+]?10\s*\^\s*\{?\s*[-+]?\d{1,3}\s*\}?", text):
-        return parse_constant("1\\times" + text.lstrip("+")) if text[0] != "-" else None
-    return None
+    power = re.fullmatch(r"\+?10\s*\^\s*\{?\s*([-+]?\d{1,3})\s*\}?", text)
+    return Fraction(10) ** int(power[1]) if power else None

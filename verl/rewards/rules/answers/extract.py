@@ -120,55 +120,68 @@ _ENDING = re.compile(
 _VALUE = re.compile(r"[-+$\\(\[{|]*(?:\d|\\|[a-zA-Z](?![a-zA-Z]))(?:(?![A-Za-z]{3,}\s+[A-Za-z]{2,}).)*")
 
 
+def last_match(pattern: re.Pattern, text: str, *begin_and_end: int) -> re.Match | None:
+    matches = list(pattern.finditer(text, *begin_and_end))
+    return matches[-1] if matches else None
+
+
 def tag(text: str) -> Answer | None:
     """The content of the last `<answer>...</answer>`."""
-    tags = list(_TAG.finditer(text[-_TAIL:]))
-    if not tags:
+    match = last_match(_TAG, text[-_TAIL:])
+    if match is None:
         return None
-    inside = tags[-1][1].strip()
+    inside = match[1].strip()
     return box(inside) or statement(inside) or Answer(inside, "<answer>")
 
 
 def answer_line(text: str) -> Answer | None:
     """What follows the last "Answer:" (答案：, or a heading "Answer") on its line, or on the next line with text."""
-    marks = list(_ANSWER_LINE.finditer(text))
-    if not marks:
+    mark = last_match(_ANSWER_LINE, text)
+    if mark is None:
         return None
-    line = text[marks[-1].end() : marks[-1].end() + _TAIL].strip().partition("\n")[0]
+    line = text[mark.end() : mark.end() + _TAIL].strip().partition("\n")[0]
     return box(line) or Answer(stated_value(line), "answer line")
 
 
-def statement(text: str) -> Answer | None:
-    r"""The last of: a box, what follows "answer is" or "answer:", what follows "####"."""
+def statement(text: str, ends_sentence: bool = False) -> Answer | None:
+    r"""The last of: a box, what follows "answer is" or "answer:", what follows "####".
+
+    Args:
+        ends_sentence: Whether only an answer that ends its sentence counts: "The answer is 12.", not "The answer is 12
+            so we check it".
+    """
     text = text[-_TAIL:]
-    marks = list(_STATED.finditer(text))
-    begin = marks[-1].end() if marks else 0
-    boxed = box(text[begin:])
-    if boxed is not None or not marks:
+    mark = last_match(_STATED, text)
+    rest = text[mark.end() :] if mark else text
+    boxed = box(rest)
+    if boxed is not None or mark is None:
         return boxed
-    line = text[begin:].strip().partition("\n")[0]
-    sentence = re.split(r"[.!?\n]\s", text[: marks[-1].start()])[-1] + marks[-1][0]
-    if _DENIED.search(sentence) or re.match(r"[^.!\n]{0,60}\?", text[marks[-1].end() :]):
+    before = re.split(r"[.!?\n]\s", text[: mark.start()])[-1] + mark[0]
+    if _DENIED.search(before) or re.match(r"[^.!\n]{0,60}\?", rest):
         return Answer(None, "the last statement denies, supposes or asks for an answer")
-    return Answer(stated_value(line), "####" if marks[-1][0].startswith("####") else "statement")
+    value = stated_value(rest.strip().partition("\n")[0])
+    if mark[0].startswith("####"):
+        return Answer(value, "####")
+    sentence = re.split(r"[.!?](?=\s|$)|\n", rest.strip(), maxsplit=1)[0].strip().strip("*_`\"'").strip()
+    if ends_sentence and value not in (None, sentence):
+        return Answer(None, "the sentence with the answer goes on after it")
+    return Answer(value, "statement")
 
 
 def whole_statement(text: str) -> Answer | None:
-    """A statement that ends its sentence: "The answer is 12.", not "The answer is 12 so we check it"."""
-    answer = statement(text)
-    if answer is None or answer.text is None or answer.source != "statement":
-        return answer
-    marks = list(_STATED.finditer(text[-_TAIL:]))
-    sentence = re.split(r"[.!?](?=\s|$)|\n", text[-_TAIL:][marks[-1].end() :].strip(), maxsplit=1)[0]
-    whole = sentence.strip().strip("*_`\"'").strip() == answer.text
-    return answer if whole else Answer(None, "the sentence with the answer goes on after it")
+    return statement(text, ends_sentence=True)
+
+
+def last_sentence(text: str) -> str:
+    sentences = [part for part in re.split(r"(?<=[.!?])\s+|\n", text.strip()) if part.strip()]
+    return sentences[-1] if sentences else ""
 
 
 def conclusion(text: str) -> Answer | None:
     """The value at the end of the last sentence: `Therefore x = 5.`; nothing else may follow it."""
-    last = [part for part in re.split(r"(?<=[.!?])\s+|\n", text.strip()[-500:]) if part.strip()]
-    ending = _ENDING.search(last[-1]) if last else None
-    if ending is None or not _VALUE.fullmatch(ending["value"]) or is_hedged(last[-1]):
+    sentence = last_sentence(text.strip()[-500:])
+    ending = _ENDING.search(sentence)
+    if ending is None or not _VALUE.fullmatch(ending["value"]) or is_hedged(sentence):
         return None
     return Answer(ending["value"], "conclusion")
 
@@ -205,8 +218,7 @@ def stated_value(line: str) -> str | None:
     `12, not 15.` is 12; `12 out of 20` is 12; `**34** (mod 100)` is 34; `not A but C` is C; `not 12` is none.
     """
     line = " ".join(line[:500].split()).strip("*_` ")
-    negated = _NEGATED.match(line)
-    if negated:
+    if negated := _NEGATED.match(line):
         line = negated["right"] or ""
     clause = _CLAUSE.search(line, 1)
     if clause and (clause[0].startswith("?") or _REVOKED.match(line, clause.start())):
@@ -216,5 +228,4 @@ def stated_value(line: str) -> str | None:
         return None
     line = _AFTER_NUMBER.sub("", line)
     line = re.sub(r"(?<=\S)\s+\((?!\d+\s*,|[A-Z]\))[^()]*\)\s*$", "", line)
-    line = line.strip("*_`\"' ")
-    return line or None
+    return line.strip("*_`\"' ") or None

@@ -64,8 +64,7 @@ _REWRITES = [
         (r"\\frac\s*(\{[^{}]*\})\s*(\d|[a-zA-Z]|\\pi)", r"\\frac\1{\2}"),
         (r"\\frac\s+\{", r"\\frac{"),
         (r"\\sqrt\s*(\d|[a-zA-Z])", r"\\sqrt{\1}"),
-        (r"\bsqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"\\sqrt\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"(?<!\\)((?:\\\\)*)\\?\bsqrt\s*\(([^()]*)\)", r"\1\\sqrt{\2}"),  # after \\, a row begins
         (r"\^\s*(-?\d{2,})", r"^{\1}"),
         (r"\{?\s*([\dA-Za-z]+)\s*\\choose\s*([\dA-Za-z]+)\s*\}?", r"\\binom{\1}{\2}"),
         # Thousands grouped by spaces, or by a comma in braces. A plain comma may also separate: see `join_thousands`.
@@ -98,9 +97,7 @@ def normalize(text: str) -> str:
     for pattern, replacement in _REWRITES[:5]:
         text = pattern.sub(replacement, text)
     for _ in range(3):  # \text inside \textbf
-        text, count = _QUOTED.subn(_quote, text)
-        if not count:
-            break
+        text = _QUOTED.sub(_quote, text)
     for pattern, replacement in _REWRITES[5:]:
         text = pattern.sub(replacement, text)
     return " ".join(text.split()).rstrip(" .,;:").strip()
@@ -120,8 +117,8 @@ def _quote(match: re.Match) -> str:
     return " " + _QUOTABLE.sub(r'"\g<0>"', content) + " "
 
 
-def mark_words(text: str) -> str:
-    """Mark the words of three or more letters that stand outside of `\\text`: `12 inches` becomes `12 "inches"`."""
+def quote_names(text: str) -> str:
+    """Quote the words of three or more letters that stand outside of `\\text`: `12 inches` becomes `12 "inches"`."""
     text = _FUNCTION_WORD.sub(r"\\\1 ", text)
     return _WORD.sub(r'"\g<0>"', text)
 

@@ -16,7 +16,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
@@ -94,30 +94,27 @@ def read_references(ground_truth: Any, rule: str) -> list[str]:
     Raises:
         ValueError: If it is empty, or of another type.
     """
-    if isinstance(ground_truth, Mapping):
-        key = next((key for key in _REFERENCE_KEYS if key in ground_truth), None)
-        if key is None:
-            raise _bad_reference(ground_truth, rule)
-        return read_references(ground_truth[key], rule)
     if hasattr(ground_truth, "tolist"):
         ground_truth = ground_truth.tolist()
-    if isinstance(ground_truth, (list, tuple)):
-        references = [text for element in ground_truth for text in read_references(element, rule)]
-        if not references:
-            raise _bad_reference(ground_truth, rule)
-        return references
-    if isinstance(ground_truth, (Number, Decimal)) and ground_truth == ground_truth:  # not NaN, a missing value
-        return [str(ground_truth)]
-    if not isinstance(ground_truth, str) or not ground_truth.strip():
-        raise _bad_reference(ground_truth, rule)
-    decoded = _decode(ground_truth.strip())
-    if decoded is not None:
+    if isinstance(ground_truth, str) and (decoded := _decode(ground_truth.strip())) is not None:
         return read_references(decoded, rule)
-    boxes = find_boxes(ground_truth)
-    reference = boxes[-1][0] if boxes else ground_truth
-    if reference is None or not reference.strip():
-        raise _bad_reference(ground_truth, rule)
-    return [reference.strip()]
+    elements: Sequence[Any] = ()
+    if isinstance(ground_truth, Mapping):
+        elements = [ground_truth[key] for key in _REFERENCE_KEYS if key in ground_truth][:1]
+    elif isinstance(ground_truth, (list, tuple)):
+        elements = ground_truth
+    references = [text for element in elements for text in read_references(element, rule)]
+    if isinstance(ground_truth, (Number, Decimal)) and ground_truth == ground_truth:  # not NaN, a missing value
+        references = [str(ground_truth)]
+    elif isinstance(ground_truth, str):
+        boxes = find_boxes(ground_truth)
+        references = [((boxes[-1][0] or "") if boxes else ground_truth).strip()]
+    if not any(references):
+        raise ValueError(
+            f"{rule}: ground truth: expected a non-empty text, a number, a list of these (any of them is right) or a "
+            f"mapping with one of the keys {', '.join(_REFERENCE_KEYS)}, found {ground_truth!r:.200}"
+        )
+    return references
 
 
 def _decode(text: str) -> Any:
@@ -136,13 +133,6 @@ def _decode(text: str) -> Any:
     return None
 
 
-def _bad_reference(ground_truth: Any, rule: str) -> ValueError:
-    return ValueError(
-        f"{rule}: ground truth: expected a non-empty text, a number, a list of these (any of them is right) or a "
-        f"mapping with one of the keys {', '.join(_REFERENCE_KEYS)}, found {ground_truth!r:.200}"
-    )
-
-
 def is_equal(answer: str, reference: str) -> bool:
     """Whether two answers are equal (see `verl.rewards.rules.answers.compare`).
 
@@ -155,45 +145,31 @@ def is_equal(answer: str, reference: str) -> bool:
         return Fraction(answer) == Fraction(reference)
     if _is_cheap(answer) and _is_cheap(reference):
         return _equal_in_process(answer, reference)
-    return _equal_or_stopped(answer, reference)
+    stops = _stops[answer, reference]
+    return stops < 2 and _equal_isolated(answer, reference, stops)
 
 
 def _is_cheap(text: str) -> bool:
     """Whether comparing the text certainly takes only milliseconds. Conservative."""
-    text = text.strip()
-    if _PLAIN.fullmatch(text):
-        return True
-    return len(text) <= 120 and _CHEAP.fullmatch(text) is not None and sum(map(text.count, "([{")) <= 12
+    is_short = len(text) <= 120 and sum(map(text.count, "([{")) <= 12
+    return bool(_PLAIN.fullmatch(text) or (is_short and _CHEAP.fullmatch(text)))
 
 
 _equal_in_process = lru_cache(maxsize=4096)(compare.equal)
 
 
-class _Stopped(Exception):
-    """A comparison exceeded its limits."""
-
-
-_stops: Counter[tuple[str, str]] = Counter()  # (answer, reference) of comparisons that were stopped
-
-
-def _equal_or_stopped(answer: str, reference: str) -> bool:
-    """Compare in another process. What was stopped is tried once more when it comes again."""
-    if _stops[answer, reference] >= 2:
-        return False
-    try:
-        return _equal_isolated(answer, reference)
-    except _Stopped as stopped:
-        _stops[answer, reference] += 1
-        logger.warning("comparing the answer %.100r with %.100r %s; scored 0", answer, reference, stopped)
-        return False
+_stops: Counter[tuple[str, str]] = Counter()  # (answer, reference) of comparisons that exceeded their limits
 
 
 # Responses to one prompt often share their final answer, so an expensive one is compared only once.
 @lru_cache(maxsize=4096)
-def _equal_isolated(answer: str, reference: str) -> bool:
+def _equal_isolated(answer: str, reference: str, stops: int) -> bool:
+    """Compare in another process. What was stopped is tried once more when it comes again: `stops` is 0 or 1."""
     outcome = shared_pool().run(Call(address_of(compare.equal), {"answer": answer, "reference": reference}), _LIMITS)
     if outcome.over_limit:
-        raise _Stopped(outcome.failure)
+        _stops[answer, reference] += 1
+        logger.warning("comparing the answer %.100r with %.100r %s; scored 0", answer, reference, outcome.failure)
+        return False
     if outcome.failure is not None:
         raise RuntimeError(
             f"the comparison of {answer!r:.100} with {reference!r:.100} {outcome.failure}"

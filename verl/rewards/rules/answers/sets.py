@@ -17,29 +17,20 @@ _MIRROR = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "\\ne": "\\ne"}
 def to_set(text: str) -> Any | None:
     r"""Return the set of numbers that a text describes: `[1,2) \cup (3,\infty)`, `x \ne 3`, `1 < x \le 2`, `\R`.
 
-    None if it describes none, or its bounds are no constants.
+    None if it describes none. Raises exceptions of all types: see `none_if_unreadable`.
     """
-    try:
-        return _to_set(text)
-    except MemoryError:
-        raise
-    except Exception:  # the parser and sympy raise exceptions of all types for what they do not understand
-        return None
-
-
-def _to_set(text: str) -> Any | None:
     import sympy
 
     text = re.sub(r"^[A-Za-z]\s*\\in\s*", "", text.strip())
     for operator, combine in _SET_OPERATORS:
         operands = split_top(text, operator)
         if len(operands) > 1:
-            sets = [_to_set(operand) for operand in operands]
-            return None if None in sets else combine(sympy, sets)
+            sets = [to_set(operand) for operand in operands]
+            return None if None in sets else getattr(sympy, combine)(*sets)
     if text in ("\\R", "\\emptyset"):
         return sympy.S.Reals if text == "\\R" else sympy.S.EmptySet
     if match := re.fullmatch(r"\\\{\s*[A-Za-z](?:\s*\\in\s*\\R)?\s*[|:](.*)\\\}", text):
-        return _to_set(match[1])
+        return to_set(match[1])
     if match := BRACKETED.fullmatch(text):
         elements = [_constant(element) for element in split_elements(match[2])]
         if match[1] == "\\{":
@@ -57,12 +48,9 @@ def _to_set(text: str) -> Any | None:
 
 
 _SET_OPERATORS = [
-    (re.compile(r'\\cup(?![a-z])|"or"|\bor\b'), lambda sympy, sets: sympy.Union(*sets)),
-    (
-        re.compile(r'\\cap(?![a-z])|"and"|\band\b|,(?=\s*[A-Za-z]\s*(?:<|>|\\(?:le|ge|ne)(?![a-z])))'),
-        lambda sympy, sets: sympy.Intersection(*sets),
-    ),
-    (re.compile(r"\\setminus|\\backslash"), lambda sympy, sets: sympy.Complement(*sets)),
+    (re.compile(r'\\cup(?![a-z])|"or"|\bor\b'), "Union"),
+    (re.compile(r'\\cap(?![a-z])|"and"|\band\b|,(?=\s*[A-Za-z]\s*(?:<|>|\\(?:le|ge|ne)(?![a-z])))'), "Intersection"),
+    (re.compile(r"\\setminus|\\backslash"), "Complement"),
 ]
 
 

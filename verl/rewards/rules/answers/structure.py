@@ -1,26 +1,25 @@
 """Structure of a written answer: lists, sets, tuples, intervals, matrices."""
 
 import re
+from itertools import accumulate
 
 from verl.rewards.rules.answers.quantities import WORD
 
 _OPEN, _CLOSE = "([{", ")]}"
 
 
+def bracket_depths(text: str) -> list[int]:
+    """After each character, the number of brackets that are open."""
+    return list(accumulate((c in _OPEN) - (c in _CLOSE) for c in text))
+
+
 def split_top(text: str, separator: re.Pattern) -> list[str]:
-    """Split at a separator outside of brackets."""
-    depth, begin, parts = 0, 0, []
-    i = 0
-    while i < len(text):
-        if text[i] in _OPEN:
-            depth += 1
-        elif text[i] in _CLOSE:
-            depth -= 1
-        elif depth == 0 and (match := separator.match(text, i)):
-            parts.append(text[begin:i])
-            i = begin = match.end()
-            continue
-        i += 1
+    """Split at a separator outside of brackets. The separator has no brackets in it."""
+    depths, begin, parts = bracket_depths(text), 0, []
+    for match in separator.finditer(text):
+        if depths[match.start()] == 0:
+            parts.append(text[begin : match.start()])
+            begin = match.end()
     return [part.strip() for part in [*parts, text[begin:]]]
 
 
@@ -53,22 +52,14 @@ def parse_collection(text: str) -> tuple[str, list[str]]:
             return "assignments", [value for _, value in sorted(zip(names, values))]
         return "list", values
     match = BRACKETED.fullmatch(parts[0] if parts else text)
-    if match and _closes_at_end(text):
+    closed_before = any(c in _CLOSE and depth == 0 for c, depth in zip(text[:-1], bracket_depths(text)))
+    if match and not closed_before:
         inner = split_elements(match[2])
         if match[1].endswith("{"):
             return "set", inner
         if len(inner) > 1:
             return match[1] + match[3], inner
     return "single", parts or [text]
-
-
-def _closes_at_end(text: str) -> bool:
-    depth = 0
-    for i, c in enumerate(text):
-        depth += (c in _OPEN) - (c in _CLOSE)
-        if depth == 0 and i < len(text) - 1 and c in _CLOSE:
-            return False
-    return True
 
 
 _MATRIX = re.compile(r"\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[a-z|]*\})?(.*)\\end\{\1\}", re.DOTALL)

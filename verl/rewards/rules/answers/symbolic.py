@@ -4,17 +4,17 @@ Two constants are equal if they agree to 40 digits (rational ones exactly), so n
 for another. Two expressions in variables are equal if they agree at several points. What does not parse equals nothing.
 """
 
-import itertools
 import random
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 from verl.rewards.rules.answers.constants import parse_constant
+from verl.rewards.rules.answers.structure import bracket_depths
 
 _DIGITS = 50
 _TOLERANCE = 40  # digits that must agree
-_POINTS = 4
 _DEPTH = 15  # brackets in brackets
 
 
@@ -22,23 +22,23 @@ def equal_expressions(answer: str, reference: str) -> bool:
     """Whether two normalized LaTeX expressions, relations or matrices are equal. May take long: see `compare.equal`."""
     if not (_is_balanced(answer) and _is_balanced(reference)):
         return False
+    return bool(none_if_unreadable(lambda: _equal(parse(answer), parse(reference))))
+
+
+def none_if_unreadable(read: Callable[..., Any], *texts: str) -> Any:
+    """Return read(*texts); None for what the parser or sympy does not understand: they raise all types."""
     try:
-        return _equal(parse(answer), parse(reference))
+        return read(*texts)
     except MemoryError:
         raise
-    except Exception:  # the parser and sympy raise exceptions of all types for what they do not understand
-        return False
+    except Exception:
+        return None
 
 
 def _is_balanced(text: str) -> bool:
     """Whether every bracket closes, and they nest at most `_DEPTH` deep: the time to parse grows fast with it."""
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-        if depth < 0:
-            return False
-    return depth == 0 and deepest <= _DEPTH
+    depths = [0, *bracket_depths(text)]
+    return depths[-1] == 0 and min(depths) == 0 and max(depths) <= _DEPTH
 
 
 @lru_cache(maxsize=4096)
@@ -55,10 +55,9 @@ def parse(text: str) -> Any:
     )
     if not isinstance(parsed, (sympy.Basic, sympy.MatrixBase)):
         raise ValueError(f"not an expression: {text!r}")
-    decimals = {number: sympy.Rational(str(number)) for number in parsed.atoms(sympy.Float)}
-    parsed = parsed.xreplace(decimals) if decimals else parsed
-    imaginary = {s: sympy.I for s in parsed.free_symbols if s.name == "i"}
-    parsed = parsed.xreplace(imaginary) if imaginary else parsed
+    replacements = {number: sympy.Rational(str(number)) for number in parsed.atoms(sympy.Float)}
+    replacements |= {s: sympy.I for s in parsed.free_symbols if s.name == "i"}
+    parsed = parsed.xreplace(replacements) if replacements else parsed
     if parsed.has(sympy.Sum, sympy.Integral, sympy.Product, sympy.Limit, sympy.Derivative, sympy.MatMul, sympy.MatAdd):
         parsed = parsed.doit()
     if isinstance(parsed, sympy.MatrixExpr):
@@ -70,9 +69,9 @@ def _equal(left: Any, right: Any) -> bool:
     import sympy
     from sympy.core.relational import Relational
 
-    if isinstance(left, sympy.MatrixBase) or isinstance(right, sympy.MatrixBase):
-        both = isinstance(left, sympy.MatrixBase) and isinstance(right, sympy.MatrixBase)
-        return both and left.shape == right.shape and all(_equal(a, b) for a, b in zip(left, right, strict=True))
+    are_matrices = [isinstance(value, sympy.MatrixBase) for value in (left, right)]
+    if any(are_matrices):
+        return all(are_matrices) and left.shape == right.shape and all(map(_equal, left, right))
     infinite = (sympy.oo, sympy.zoo, sympy.nan)
     if left.has(*infinite) or right.has(*infinite):
         return left.doit() == right.doit() and not left.has(sympy.nan)
@@ -92,10 +91,8 @@ def _equal_relations(left: Any, right: Any) -> bool:
     left, right = (r.reversed if isinstance(r, (sympy.StrictLessThan, sympy.LessThan)) else r for r in (left, right))
     if type(left) is not type(right):
         return False
-    ratios = []
-    for a, b in _at_points(left.lhs - left.rhs, right.lhs - right.rhs):
-        if a.is_number and b.is_number and not _is_zero(a) and not _is_zero(b):
-            ratios.append(a / b)
+    pairs = _at_points(left.lhs - left.rhs, right.lhs - right.rhs)
+    ratios = [a / b for a, b in pairs if a.is_number and b.is_number and a != 0 and b != 0]
     if not ratios or not all(_same_value(ratio, ratios[0]) for ratio in ratios):
         return False
     has_direction = isinstance(left, (sympy.StrictGreaterThan, sympy.GreaterThan))
@@ -112,7 +109,7 @@ def _at_points(left: Any, right: Any) -> list[tuple[Any, Any]]:
     draw = random.Random(0)
     points = [
         {s: sympy.Rational(sign * draw.randint(100, 999), draw.randint(101, 331)) for s in symbols}
-        for sign in itertools.islice(itertools.cycle((1, 1, -1)), _POINTS)
+        for sign in (1, 1, -1, 1)
     ]
     points.append({s: sympy.Integer(draw.randint(2, 99)) for s in symbols})  # where floor(x) + 1 is not ceil(x)
     return [(left.xreplace(point), right.xreplace(point)) for point in points]
@@ -129,16 +126,12 @@ def _same_value(left: Any, right: Any) -> bool | None:
     a, b = sympy.N(left, _DIGITS), sympy.N(right, _DIGITS)
     if not all(part.is_Float or part.is_Rational for value in (a, b) for part in value.as_real_imag()):
         return None
-    if _is_zero(a) or _is_zero(b):
-        return (_is_zero(a) and _is_zero(b)) or bool((left - right).equals(0))
+    if a == 0 or b == 0:
+        return (a == 0 and b == 0) or bool((left - right).equals(0))
     if abs(a - b) > abs(a) * sympy.Float(10, _DIGITS) ** -_TOLERANCE:
         return False
     left, right = left.doit(), right.doit()
     return not (left.is_Rational and right.is_Rational) or left == right
-
-
-def _is_zero(value: Any) -> bool:
-    return bool(value == 0)
 
 
 _ANGLE = re.compile(r"(\d+(?:\.\d+)?)\s*\\degree")
@@ -151,7 +144,7 @@ def _to_expression(text: str) -> str:
         ValueError: If two numbers stand beside each other, which the parser multiplies.
     """
     text = _ANGLE.sub(r"(\\frac{\1\\pi}{180})", text)
-    text = re.sub(r"\d*\.\d*(?:\\(?:overline|bar|dot)\{\d+\})", lambda m: _fraction_text(m[0]), text)
+    text = re.sub(r"\d*\.\d*(?:\\(?:overline|bar|dot)\{\d+\})", _fraction, text)
     text = re.sub(r"(?<![\d.}_^])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\\frac{\2}{\3})", text)
     text = re.sub(r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'p' * len(m[2])}}}", text)
     if re.search(r"(?<![_\d.])[\d.]+\s+[\d.]|\\dots", text):
@@ -159,6 +152,6 @@ def _to_expression(text: str) -> str:
     return re.sub(r"\)\s*(?=\()", r")\\cdot ", text).replace("\\R", "\\mathbb{R}")
 
 
-def _fraction_text(text: str) -> str:
-    value = parse_constant(text)
+def _fraction(match: re.Match) -> str:
+    value = parse_constant(match[0])
     return f"(\\frac{{{value.numerator}}}{{{value.denominator}}})"
