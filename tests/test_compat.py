@@ -61,7 +61,7 @@ def test_the_hook_imports_nothing_itself():
 
 # ---- names of public verl -------------------------------------------------------------------------------------------
 
-NEEDS_RAY = ".ray.group"
+NEEDS_RAY = ".ray.cluster"
 
 
 @pytest.mark.parametrize("module", PUBLISHED)

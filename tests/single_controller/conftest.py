@@ -50,7 +50,7 @@ def start(executor: str, worker: str, role: str) -> WorkerGroup:
     """A group of two ranks."""
     if executor == "processes":
         return LocalWorkerGroup(spec(worker), 2, role, timeout=60)
-    from verl.single_controller.ray.group import RayWorkerGroup
+    from verl.single_controller.ray.cluster import RayWorkerGroup
 
     return RayWorkerGroup(spec(worker), TWO, role, timeout=60)
 

@@ -40,7 +40,7 @@ def test_processes_on_two_gpus():
 
 def test_ray_actors_on_two_gpus(monkeypatch):
     ray = pytest.importorskip("ray")
-    from verl.single_controller.ray.group import RayWorkerGroup
+    from verl.single_controller.ray.cluster import RayWorkerGroup
 
     monkeypatch.setenv("PYTHONPATH", str(Path(verl.__file__).parents[1]), prepend=os.pathsep)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)

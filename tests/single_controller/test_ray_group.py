@@ -25,8 +25,11 @@ from verl.single_controller import WorkerDied, WorkerTimeout
 ray = pytest.importorskip("ray")
 
 from verl.single_controller.ray import actor_pool  # noqa: E402
-from verl.single_controller.ray.cluster import RayCluster  # noqa: E402
-from verl.single_controller.ray.group import RayWorkerGroup, colocate  # noqa: E402
+from verl.single_controller.ray.cluster import (  # noqa: E402
+    RayCluster,
+    RayWorkerGroup,
+    colocate,
+)
 from verl.single_controller.ray.rank_actor import RankActor  # noqa: E402
 
 

@@ -85,10 +85,10 @@ PUBLISHED: dict[str, dict[str, str]] = {
         "ValidationGenerationsLogger": "set trainer.log_val_generations, which every tracker supports",
     },
     "verl.single_controller.ray": {
-        "RayWorkerGroup": "verl.single_controller.ray.group:RayWorkerGroup",
+        "RayWorkerGroup": "verl.single_controller.ray.cluster:RayWorkerGroup",
         "RayClassWithInitArgs": "describe a worker with verl.single_controller.WorkerSpec",
-        "create_colocated_worker_cls": "verl.single_controller.ray.group.colocate starts several workers in one actor",
-        "create_colocated_worker_cls_fused": "verl.single_controller.ray.group.colocate does the same",
+        "create_colocated_worker_cls": "verl.single_controller.ray.cluster.colocate starts several workers in one actor",
+        "create_colocated_worker_cls_fused": "verl.single_controller.ray.cluster.colocate does the same",
         **dict.fromkeys(("split_resource_pool", "merge_resource_pool"), _PLACEMENT),
         **dict.fromkeys(("RayResourcePool", "SubRayResourcePool", "ResourcePoolManager"), _PLACEMENT),
     },
@@ -229,7 +229,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
     },
     "verl.single_controller.base.worker_group": _WORKER_GROUP,
     "verl.single_controller.ray.base": {
-        "RayWorkerGroup": "verl.single_controller.ray.group:RayWorkerGroup",
+        "RayWorkerGroup": "verl.single_controller.ray.cluster:RayWorkerGroup",
         "func_generator": "verl.single_controller.WorkerGroup.call dispatches, executes and collects",
         ANY: _PLACEMENT,
     },

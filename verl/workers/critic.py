@@ -10,7 +10,7 @@ from verl.config import schema
 from verl.engines.base import Objective, Tensors
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
-from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
+from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching, update_micro_batching
 
 
 class CriticWorker(EngineWorker):
@@ -35,9 +35,7 @@ class CriticWorker(EngineWorker):
     def update_critic(self, batch: DataProto) -> dict[str, Any]:
         """One pass over this rank's rows; reads the meta_info of `update_pass`."""
         config = self.config
-        micro = micro_batching(
-            config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
-        )
+        micro = update_micro_batching(config)
         with self.update_pass(batch, "critic") as update:
             for mini in update.mini_batches:
                 mask = mini.batch["response_mask"]

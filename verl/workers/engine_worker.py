@@ -209,6 +209,11 @@ def micro_batching(rows: int | None, dynamic: bool, tokens: int | None) -> Micro
     return MicroBatching(rows=rows) if rows is not None and not dynamic else MicroBatching(tokens=tokens or "auto")
 
 
+def update_micro_batching(config: Any) -> MicroBatching:
+    """The split of an update, of a section with the ppo_* keys."""
+    return micro_batching(config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu)
+
+
 def aggregation(
     mode: str, response_mask: torch.Tensor, engine: TrainEngine, scale_factor: float | None = None
 ) -> LossAggregation:

@@ -17,7 +17,7 @@ from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import free_port
 from verl.utils.device import peak_memory, resolve_device, resolve_dtype
 from verl.weight_sync.base import SyncReport, WeightSync
-from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
+from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching, update_micro_batching
 from verl.workers.rollout.methods import NO_TIMEOUT, RolloutMethods, rollout_env
 from verl.workers.rollout.role import CastWeightSource, Rollout, bucket_bytes
 
@@ -128,14 +128,8 @@ class ActorWorker(RolloutMethods, EngineWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Columns old_log_probs and those of meta_info["outputs"], such as entropys and sum_pi_squared."""
-        rollout = self.config.rollout
-        micro = micro_batching(
-            rollout.log_prob_micro_batch_size_per_gpu,
-            rollout.log_prob_use_dynamic_bsz,
-            rollout.log_prob_max_token_len_per_gpu,
-        )
         outputs = ("log_probs", *batch.meta_info["outputs"])
-        values = self.engine.infer(batch, outputs, micro, temperature=rollout.temperature)
+        values = _infer(self.engine, self.config, self.config.rollout, batch, outputs)
         values["old_log_probs"] = values.pop("log_probs")
         return DataProto.from_dict(values)
 
@@ -155,9 +149,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
         """
         actor = self.config.actor
         settings = {**self.correction.model_dump(), **actor.loss_settings}
-        micro = micro_batching(
-            actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
-        )
+        micro = update_micro_batching(actor)
         old_is_current = "old_log_probs" not in batch
         batch.meta_info[REPLAYS] = actor.router_replay.mode != "disabled"
         with self.update_pass(batch, "actor") as update:
@@ -204,9 +196,14 @@ class RefWorker(EngineWorker):
 
 
 def _ref_log_prob(engine: TrainEngine, config: schema.ActorRolloutRefConfig, batch: DataProto) -> DataProto:
-    ref = config.ref
-    micro: MicroBatching = micro_batching(
-        ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu
-    )
-    values = engine.infer(batch, ("log_probs",), micro, temperature=config.rollout.temperature)
+    values = _infer(engine, config, config.ref, batch, ("log_probs",))
     return DataProto.from_dict({"ref_log_prob": values["log_probs"]})
+
+
+def _infer(
+    engine: TrainEngine, config: schema.ActorRolloutRefConfig, keys: Any, batch: DataProto, outputs: tuple[str, ...]
+) -> dict[str, torch.Tensor]:
+    """The outputs at the temperature of the rollout, split by the log_prob_* keys of the section `keys`."""
+    rows, tokens = keys.log_prob_micro_batch_size_per_gpu, keys.log_prob_max_token_len_per_gpu
+    micro = micro_batching(rows, keys.log_prob_use_dynamic_bsz, tokens)
+    return engine.infer(batch, outputs, micro, temperature=config.rollout.temperature)

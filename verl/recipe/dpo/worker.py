@@ -18,7 +18,7 @@ from verl.config.schema.ppo import Config
 from verl.engines.base import Objective, Tensors
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
-from verl.workers.engine_worker import micro_batching
+from verl.workers.engine_worker import update_micro_batching
 from verl.workers.policy import ActorWorker
 
 Pairs = tuple[torch.Tensor, torch.Tensor]
@@ -55,9 +55,7 @@ class DPOActorWorker(ActorWorker):
         Reads ref_log_prob and the meta_info of `update_pass`.
         """
         actor, temperature = self.config.actor, self.config.rollout.temperature
-        micro = micro_batching(
-            actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
-        )
+        micro = update_micro_batching(actor)
         with self.update_pass(batch, "actor") as update:
             for mini in update.mini_batches:
                 log_probs = self.engine.infer(mini, ("log_probs",), micro, temperature=temperature)["log_probs"]

@@ -12,7 +12,7 @@ from verl.config.schema.ppo import Config
 from verl.engines.base import Objective, Tensors
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
-from verl.workers.engine_worker import EngineWorker, micro_batching
+from verl.workers.engine_worker import EngineWorker, update_micro_batching
 
 _ACTOR = "${actor_rollout_ref.actor."
 
@@ -81,9 +81,7 @@ class ImplicitPRMWorker(EngineWorker):
         self.config = config
         self.checkpoint = config.checkpoint
         self.temperature = policy.rollout.temperature
-        self.micro = micro_batching(
-            config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
-        )
+        self.micro = update_micro_batching(config)
         self.engine = self.build_engine(
             policy.actor.strategy,
             policy.model,

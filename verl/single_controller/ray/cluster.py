@@ -1,4 +1,11 @@
-"""RayCluster: workers as Ray actors on the nodes of a Ray cluster, in one placement group per pool."""
+"""Workers as Ray actors on the nodes of a Ray cluster, in one placement group per pool.
+
+    ray.init()
+    groups = colocate({"actor": actor_spec, "ref": ref_spec}, ResourcePool("main", (8, 8)), use_gpu=True)
+    log_probs = groups["ref"].compute_log_prob(batch)   # 16 ranks on two nodes, shared by both roles
+
+`actor_pool` has the controller's side of the actors, `rank_actor` the actor itself.
+"""
 
 import contextlib
 import functools
@@ -17,7 +24,7 @@ from verl.config import schema
 from verl.processes.limits import Limits
 from verl.single_controller.cluster import Pools, RunConfig, start_pools, wait_limits
 from verl.single_controller.placement import ResourcePool, smaller_sizes
-from verl.single_controller.ray.group import colocate
+from verl.single_controller.ray.actor_pool import RayPool
 from verl.single_controller.ray.placement import START_TIMEOUT, reserve
 from verl.single_controller.ray.runtime_env import prepare_runtime_env
 from verl.single_controller.worker import WorkerSpec
@@ -165,3 +172,34 @@ def _on_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+class RayWorkerGroup(WorkerGroup):
+    """A Worker class over the ranks of a resource pool, as Ray actors.
+
+    Requires `ray.init()`. The actors hold their resources until `shutdown`, which a `with` block calls.
+
+    Args:
+        name: Role shown in errors; the name of the class by default.
+        pool: Existing actors that host this role already (see `colocate`).
+        **options: Otherwise those of `RayPool`.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        resources: ResourcePool,
+        name: str | None = None,
+        *,
+        pool: RayPool | None = None,
+        **options: Any,
+    ):
+        super().__init__(spec.worker_class, resources.world_size, name)
+        self._pool = pool or RayPool({self.name: spec}, resources, **options)
+
+
+def colocate(specs: Mapping[str, WorkerSpec], resources: ResourcePool, **options: Any) -> dict[str, RayWorkerGroup]:
+    """Run several roles in the actors of one pool, with the arguments of `RayPool`. Their calls run one after another,
+    in call order."""
+    pool = RayPool(specs, resources, **options)
+    return {role: RayWorkerGroup(spec, resources, role, pool=pool) for role, spec in specs.items()}

@@ -181,7 +181,7 @@ def conclusion(text: str) -> Answer | None:
     """The value at the end of the last sentence: `Therefore x = 5.`; nothing else may follow it."""
     sentence = last_sentence(text.strip()[-500:])
     ending = _ENDING.search(sentence)
-    if ending is None or not _VALUE.fullmatch(ending["value"]) or is_hedged(sentence):
+    if ending is None or not _VALUE.fullmatch(ending["value"]) or is_hedged(sentence) or _CONDITIONAL.search(sentence):
         return None
     return Answer(ending["value"], "conclusion")
 
@@ -194,10 +194,11 @@ def alone(text: str) -> Answer | None:
 
 
 _HEDGE = re.compile(
-    r"\b(?:or|maybe|perhaps|possibly|might|could be|either|not|unsure|guess|suppose|let|assume|doubt|if|where|need)\b"
+    r"\b(?:or|maybe|perhaps|possibly|might|could be|either|not|unsure|guess|suppose|let|assume|doubt)\b"
     r"|n't\b|[≠≤≥?]|\\(?:neq?|leq?|geq?)(?![a-z])|[<>!]=",
     re.IGNORECASE,
 )
+_CONDITIONAL = re.compile(r"\b(?:if|where|need)\b", re.IGNORECASE)
 
 
 def is_hedged(sentence: str) -> bool:
