@@ -68,7 +68,7 @@ def make_group(executor: str, ranks: int) -> WorkerGroup:
         return LocalWorkerGroup(spec, ranks)
     import ray
 
-    from verl.single_controller.ray.group import RayWorkerGroup
+    from verl.single_controller.ray.cluster import RayWorkerGroup
 
     ray.init("local", num_cpus=ranks, include_dashboard=False, log_to_driver=False)
     return RayWorkerGroup(spec, ResourcePool("main", (ranks,)))

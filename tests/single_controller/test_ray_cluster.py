@@ -18,7 +18,7 @@ from verl.single_controller.placement import ResourcePool
 
 ray = pytest.importorskip("ray")
 
-from verl.single_controller.ray.group import RayWorkerGroup  # noqa: E402
+from verl.single_controller.ray.cluster import RayWorkerGroup  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("two_nodes")]
 

@@ -306,7 +306,7 @@ def test_an_architecture_that_the_engine_of_generation_does_not_know(complaint, 
 
 
 def test_a_package_that_only_one_backend_needs(complaint, monkeypatch):
-    for module in ("verl.single_controller.ray.cluster", "verl.single_controller.ray.group"):
+    for module in ("verl.single_controller.ray.cluster", "verl.single_controller.ray.actor_pool"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     assert "trainer.backend=ray needs it: pip install ray" in complaint("trainer.backend=ray")

@@ -87,7 +87,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
     "verl.single_controller.ray": {
         "RayWorkerGroup": "verl.single_controller.ray.cluster:RayWorkerGroup",
         "RayClassWithInitArgs": "describe a worker with verl.single_controller.WorkerSpec",
-        "create_colocated_worker_cls": "verl.single_controller.ray.cluster.colocate starts several workers in one actor",
+        "create_colocated_worker_cls": "verl.single_controller.ray.cluster.colocate runs workers in one actor",
         "create_colocated_worker_cls_fused": "verl.single_controller.ray.cluster.colocate does the same",
         **dict.fromkeys(("split_resource_pool", "merge_resource_pool"), _PLACEMENT),
         **dict.fromkeys(("RayResourcePool", "SubRayResourcePool", "ResourcePoolManager"), _PLACEMENT),
