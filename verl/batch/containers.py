@@ -13,7 +13,7 @@ from verl.columns import DataProtoValidationError, check_layout
 from verl.registry import did_you_mean
 from verl.utils.equality import same
 
-# entries of meta_info that every operator adds to: merged, while other entries are replaced
+# entries of meta_info that every operator adds to: merged, while other entries must be equal
 MERGED_ENTRIES = ("metrics", "timing")
 
 
@@ -68,7 +68,7 @@ class Containers:
             raise DataProtoValidationError(f"the columns of one batch need the same number of rows, found {lengths}")
         # an empty TensorDict keeps its number of rows: select([]) of 4 rows has 4 rows
         bare = batch.batch_size[0] if isinstance(batch, TensorDictBase) and batch.batch_size else 0
-        self.batch: TensorDict = TensorDict(tensors, batch_size=[next(iter(lengths.values()), bare)])
+        self._batch = TensorDict(tensors, batch_size=[next(iter(lengths.values()), bare)])
         self.non_tensor_batch: dict[str, np.ndarray] = objects
         self.meta_info: dict[str, Any] = dict(meta_info or {})
 
@@ -117,13 +117,23 @@ class Containers:
 
     def _become(self, source: "Containers") -> Self:
         """Take over the containers of a batch that is not used elsewhere."""
-        self.batch, self.non_tensor_batch, self.meta_info = source.batch, source.non_tensor_batch, source.meta_info
+        self._batch, self.non_tensor_batch, self.meta_info = source._batch, source.non_tensor_batch, source.meta_info
         return self
+
+    @property
+    def batch(self) -> TensorDict | None:
+        """The tensor columns, with batch size (B,); None if there are none."""
+        return self._batch if self._batch.keys() else None
+
+    @batch.setter
+    def batch(self, batch: TensorDict | None) -> None:
+        rows = next((len(column) for column in self.non_tensor_batch.values()), len(self))
+        self._batch = TensorDict({}, batch_size=[rows]) if batch is None else batch
 
     # ---- metadata ---------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return self.batch.batch_size[0]
+        return self._batch.batch_size[0]
 
     def __repr__(self) -> str:
         tensors = [f"{k} {tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for k, v in self.tensors.items()]
@@ -133,7 +143,7 @@ class Containers:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensor columns as a plain dict."""
-        return dict(self.batch.items())
+        return dict(self._batch.items())
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -151,7 +161,7 @@ class Containers:
 
     def copy(self) -> Self:
         """Return the same columns in new containers. Also validates containers that were edited in place."""
-        return type(self)(self.batch, self.non_tensor_batch, self.meta_info)
+        return type(self)(self._batch, self.non_tensor_batch, self.meta_info)
 
     def nbytes(self) -> int:
         """Bytes of the tensor columns."""
@@ -163,7 +173,7 @@ class Containers:
         """Add the columns and metadata of `other` to this batch, in place, and return it.
 
         A column of both must have equal contents (NaN equals NaN): two writers of one column would otherwise silently
-        give a wrong result. Metadata of `other` takes precedence; `metrics` and `timing` are merged. A batch without
+        give a wrong result. The same holds for metadata, except that `metrics` and `timing` are merged. A batch without
         rows and columns can be joined with any other.
 
         Raises:
@@ -264,10 +274,10 @@ class Containers:
 
 
 def _object_column(name: str, values: Any) -> np.ndarray:
-    """Return a (B,) object array, also if all values are lists of one length (numpy would make a matrix)."""
-    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
+    """Return an array as it is, and other values as (B,) objects, even if they are lists of one length."""
+    if isinstance(values, np.ndarray) and values.ndim:
         return values
-    if not isinstance(values, np.ndarray | list | tuple) or (isinstance(values, np.ndarray) and values.ndim == 0):
+    if not isinstance(values, list | tuple):
         raise DataProtoValidationError(
             f"column {name!r}: expected a tensor, an array or a list with one entry per row, "
             f"found {type(values).__name__}"
@@ -298,7 +308,13 @@ def _select_entries(names: str | Sequence[str] | None, present: Mapping[str, Any
 
 
 def _join_meta_info(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Join the metadata of two batches; `second` takes precedence, MERGED_ENTRIES are merged."""
+    """Join the metadata of two batches; MERGED_ENTRIES are merged, other entries must be equal."""
+    for name in first.keys() & second.keys() - set(MERGED_ENTRIES):
+        if not same(first[name], second[name]):
+            raise DataProtoValidationError(
+                f"meta_info[{name!r}] is {first[name]!r:.80} in one batch and {second[name]!r:.80} in the other: "
+                "remove one"
+            )
     joined = {**first, **second}
     for name in MERGED_ENTRIES:
         if name in first and name in second:

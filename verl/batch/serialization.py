@@ -42,15 +42,20 @@ def _union(first: Any, second: Any) -> Any:
     return first
 
 
-def serialize_single_tensor(obj: torch.Tensor) -> tuple[str, tuple[int, ...], Any]:
-    """Convert a tensor to (dtype, shape, bytes as a uint8 array)."""
+def serialize_single_tensor(obj: torch.Tensor) -> tuple[str, tuple[int, ...] | str, Any]:
+    """Convert a tensor to (dtype, shape, bytes as a uint8 array), a nested one to (dtype, layout, its tensors)."""
+    if obj.is_nested:
+        layout = str(obj.layout).removeprefix("torch.")
+        return str(obj.dtype).removeprefix("torch."), layout, [serialize_single_tensor(row) for row in obj.unbind()]
     data = obj.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     return str(obj.dtype).removeprefix("torch."), tuple(obj.shape), data
 
 
-def deserialize_single_tensor(arr: tuple[str, Iterable[int], Any]) -> torch.Tensor:
+def deserialize_single_tensor(arr: tuple[str, Iterable[int] | str, Any]) -> torch.Tensor:
     """Undo `serialize_single_tensor`."""
     dtype, shape, data = arr
+    if isinstance(shape, str):
+        return torch.nested.as_nested_tensor([*map(deserialize_single_tensor, data)], layout=getattr(torch, shape))
     flat = torch.tensor(np.frombuffer(bytes(data), dtype=np.uint8))
     return flat.view(getattr(torch, dtype)).view(tuple(shape))
 

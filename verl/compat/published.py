@@ -47,14 +47,14 @@ _BATCH_METRICS = _REDUCE_METRICS | _same_names(
     "verl.trainer.ppo.batch_functions",
     *("compute_data_metrics", "compute_timing_metrics", "compute_throughout_metrics"),
 )
-_DEFAULT_SCORE = "verl.rewards.resolve:default_compute_score"
+_DEFAULT_SCORE = _RULES + "default_compute_score"
 _BOXES = {"last_boxed_only_string": _RULES + "last_box", "remove_boxed": _RULES + "inside_box"}
 _MATH = {"compute_score": _RULES + "math_score", "is_equiv": _RULES + "math_equal", **_BOXES}
 _MANAGER_REGISTRY = _same_names("verl.rewards.public_managers", "register", "get_reward_manager_cls")
 _MANAGER_BASE = _same_names("verl.rewards.public_managers", "RewardManagerBase")
 _ABSTRACT_MANAGER = _same_names("verl.rewards.public_managers", "AbstractRewardManager")
 _MANAGERS = {
-    kind: _same_names("verl.rewards.managers", f"{name}RewardManager")
+    kind: _same_names("verl.rewards.public_managers", f"{name}RewardManager")
     for kind, name in {"naive": "Naive", "batch": "Batch", "dapo": "DAPO", "prime": "Prime"}.items()
 }
 _WORKER = _same_names("verl.single_controller.worker", "Worker")
@@ -68,6 +68,7 @@ _SFT_DATASET = _same_names("verl.data.sft_dataset", "SFTDataset")
 PUBLISHED: dict[str, dict[str, str]] = {
     # ---- modules that exist here and lack some names
     "verl.protocol": {
+        **_same_names("verl.utils.py_functional", "union_two_dict", "list_of_dict_to_dict_of_list"),
         "DataProtoFuture": "a method called with blocking=False returns verl.single_controller.Future",
         "BatchData": "use DataProto",
         "_padding_size_key": "Dispatch.DP_COMPUTE_PROTO adds and removes padding rows",

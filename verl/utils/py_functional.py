@@ -1,7 +1,7 @@
 """Functions on dicts, metrics and timers under the names of public verl."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,11 @@ def union_two_dict(dict1: dict, dict2: Mapping) -> dict:
             raise ValueError(f"union: {name!r} is {dict1[name]!r} in one dict and {value!r} in the other")
         dict1[name] = value
     return dict1
+
+
+def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> dict[str, list]:
+    """The values of each name in all dicts, which must have the same names."""
+    return {name: [entry[name] for entry in list_of_dict] for name in (list_of_dict[0] if list_of_dict else ())}
 
 
 def rename_dict(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
