@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from verl import DataProto, DataProtoValidationError, protocol
+from verl import DataProto, DataProtoValidationError
 from verl.protocol import DataProtoItem
 
 quick = settings(max_examples=40, deadline=None)
@@ -89,29 +89,6 @@ def test_a_batch_without_tensors_has_rows():
     assert batch.columns == ("x", "uid") and batch.batch["x"].shape == (2,)
     batch.batch = None
     assert batch.columns == ("uid",) and len(batch) == 2
-
-
-@pytest.mark.parametrize("entries", [[["a", "b"], ["c", "d"]], [[1, [2]], [None, {}]]])
-def test_an_array_keeps_its_shape(entries):
-    """Worked out with numpy's own operations on the array (2, 2)."""
-    values = np.empty((2, 2), dtype=object)
-    for row, column in np.ndindex(2, 2):
-        values[row, column] = entries[row][column]
-    batch = DataProto.from_dict({"x": torch.arange(2)}, {"pairs": values})
-    results = {
-        "index": (batch[[1]], values[[1]]),
-        "slice": (batch[1:], values[1:]),
-        "repeat": (batch.repeat(2), values.repeat(2, 0)),
-        "tile": (batch.repeat(2, interleave=False), np.concatenate([values, values])),
-        "concat": (DataProto.concat([batch, batch]), np.concatenate([values, values])),
-        "chunks": (batch.unfold_column_chunks(2, ["pairs"]), values.reshape(4, 1)),
-        "fold": (protocol.fold_batch_dim(batch.repeat(2), 2), values.repeat(2, 0).reshape(2, 2, 2)),
-        "unfold": (protocol.unfold_batch_dim(protocol.fold_batch_dim(batch.repeat(2), 2)), values.repeat(2, 0)),
-    }
-    for name, (result, expected) in results.items():
-        column = result.non_tensor_batch["pairs"]
-        assert column.shape == expected.shape and (column == expected).all(), name
-    assert DataProto.from_dict(non_tensors={"s": np.array(["a", "b"])}).non_tensor_batch["s"].dtype == "<U1"
 
 
 def test_facts():

@@ -1,8 +1,10 @@
 """Score functions with the arguments and results of public verl's `verl.utils.reward_score` and its modules."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from verl.registry import load_object
 from verl.rewards.resolve import rule_for
 from verl.rewards.rules import gsm8k
 from verl.rewards.rules.geo3k import geo3k
@@ -35,6 +37,20 @@ def default_compute_score(
     result = rule(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info)
     is_number = rule.is_builtin and rule.func is not math_dapo and isinstance(result, Mapping)
     return float(result["score"]) if is_number else result
+
+
+def get_custom_reward_fn(config: Any) -> Any:
+    """The function of `custom_reward_function.path` and `name`, with its `reward_kwargs`; None without a path.
+
+    Args:
+        config: The settings of the run, with attribute access.
+    """
+    settings = getattr(config, "custom_reward_function", None) or config.reward.custom_reward_function
+    if not settings.path:
+        return None
+    function = load_object(settings.path, settings.name or "compute_score")
+    kwargs = dict(settings.get("reward_kwargs") or {}) if hasattr(settings, "get") else dict(settings.reward_kwargs)
+    return partial(function, **kwargs) if kwargs else function
 
 
 def gsm8k_number(solution_str: str, method: str = "strict") -> str | None:

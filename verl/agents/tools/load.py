@@ -53,6 +53,11 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> 
     return tools
 
 
+def initialize_tools_from_config(tools_config_file: str) -> list[Tool]:
+    """The tools of a YAML file, under the name of public verl."""
+    return list(load_tools(tools_config_file, None).values())
+
+
 def tool_schemas(tool_config_path: str | None, function_tool_path: str | None) -> list[dict[str, Any]]:
     """The schemas of the tools of both files, as the chat template receives them; empty without files."""
     tools = load_tools(tool_config_path, function_tool_path)
