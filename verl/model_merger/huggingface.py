@@ -195,9 +195,9 @@ class Export:
                 group = revert_weight_conversion(self.model.module, group)
             yield from group.items()
 
-    def again(self) -> dict[str, torch.Tensor]:
-        """Return all tensors by `WeightSource.read_again`, under their names in the source."""
-        return {name: self._cast(self.source.read_again(name)) for name in self.infos}
+    def source_tensors(self) -> dict[str, torch.Tensor]:
+        """Return all tensors, cast, under their names in the source."""
+        return {name: self._cast(self.source.read(name)) for name in self.infos}
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
