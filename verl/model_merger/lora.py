@@ -80,10 +80,6 @@ class AdaptersOverBase(WeightSource):
         folder, stored = self._stored_in[name]
         return folder.read(stored)
 
-    def read_again(self, name: str) -> torch.Tensor:
-        folder, stored = self._stored_in[name]
-        return folder.read_again(stored)
-
 
 # ---- scaling --------------------------------------------------------------------------------------------------------
 
@@ -152,8 +148,6 @@ def _recorded_alpha(folder: Path, path: Path, config: dict[str, Any]) -> float:
 class MergedAdapters(WeightSource):
     """The weights of a peft model with its adapters merged, under the names of the base model."""
 
-    copies_bits = False
-
     def __init__(self, source: WeightSource, settings: LoraSettings):
         self.source, self.settings = source, settings
         self._inner: dict[str, str] = {}  # name without adapters -> name in the source
@@ -202,19 +196,6 @@ class MergedAdapters(WeightSource):
         a, b = self.source.read(pair["A"]).float(), self.source.read(pair["B"]).float()
         delta = (b @ a) * self.settings.scale(len(a))
         return (base.float() + (delta.T if self.settings.transposed else delta)).to(base.dtype)
-
-    def read_again(self, name: str) -> torch.Tensor:
-        """Merge in double precision, one rank-one update at a time."""
-        base = self.source.read_again(self._inner[name])
-        pair = self._matrices.get(name.removesuffix(".weight"))
-        if pair is None:
-            return base
-        a, b = self.source.read_again(pair["A"]).double(), self.source.read_again(pair["B"]).double()
-        merged = base.to(torch.float64, copy=True)
-        for row, column in zip(a, b.T):
-            first, second = (row, column) if self.settings.transposed else (column, row)
-            merged.addr_(first, second, alpha=self.settings.scale(len(a)))
-        return merged.to(base.dtype)
 
     def is_untrained(self) -> bool:
         """Whether all adapters are zero, as before the first step, and no module was trained in full."""

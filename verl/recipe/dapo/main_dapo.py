@@ -13,9 +13,9 @@ DAPO (Yu et al. 2025, arXiv 2503.14476) is the main trainer's flow with dynamic 
 import sys
 from pathlib import Path
 
+from verl.trainer.checks.preflight import Recipe
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.startup.recipe import Recipe
 
 RECIPE = Recipe("DAPO", Path(__file__).with_name("dapo.yaml"))
 
