@@ -204,15 +204,8 @@ TOKENS = (*OUTCOME, "old_log_probs", "sum_pi_squared", "rollout_is_weights", "ha
 def test_signatures(name, parameters):
     fn = vars(core_algos)[f"compute_{name}"]
     assert tuple(inspect.signature(fn).parameters) == parameters
-    columns = {
-        "token_level_rewards": REWARDS,
-        "response_mask": TWO,
-        "index": INDEX,
-        "values": REWARDS,
-        "reward_baselines": REWARDS[:, 0],
-        "old_log_probs": REWARDS - 3,
-        "sum_pi_squared": REWARDS / 4,
-    }
+    columns = {"token_level_rewards": REWARDS, "response_mask": TWO, "index": INDEX, "values": REWARDS}
+    columns |= {"reward_baselines": REWARDS[:, 0], "old_log_probs": REWARDS - 3, "sum_pi_squared": REWARDS / 4}
     settings = {"gamma": 0.5, "lam": 1.0}
     arguments = bind_arguments(fn, columns, settings)
     advantages, returns = fn(**arguments)
@@ -351,13 +344,9 @@ def test_a_loss_written_for_verl_runs_and_is_normalised_over_the_mini_batch():
     settings = {"clip_ratio": 0.2, "policy_loss": {"share": 0.5}}
 
     def run(rows):
-        columns = {
-            "old_log_prob": torch.zeros(4, 2)[rows],
-            "log_prob": torch.zeros(4, 2)[rows],
-            "advantages": REWARDS[rows],
-            "response_mask": TWO[rows],
-            "loss_agg_mode": LossAggregation.from_mask("token-mean", TWO),
-        }
+        columns = {"old_log_prob": torch.zeros(4, 2)[rows], "log_prob": torch.zeros(4, 2)[rows]}
+        columns |= {"advantages": REWARDS[rows], "response_mask": TWO[rows]}
+        columns |= {"loss_agg_mode": LossAggregation.from_mask("token-mean", TWO)}
         return fn(**bind_arguments(fn, columns, settings))[0]
 
     assert run(slice(0, 4)) == run(slice(0, 1)) + run(slice(1, 4)) == pytest.approx(-0.5 * 3.5 / 7)

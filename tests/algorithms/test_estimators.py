@@ -37,20 +37,12 @@ FOUR = outcome((1, 1), (2, 0), (3, 0), (4, 1))
 WORKED = [
     ("grpo", FOUR, {"norm_adv_by_std_in_grpo": False}, [0.5, -0.5, -0.5, 0.5]),
     # Four of six samples have an advantage: alpha 6 / 4. Counting non-zero rewards (6 / 2) would give 1.5.
-    (
-        "gpg",
-        outcome(*[(1, r) for r in (1, 0, 0, 1, 0, 0)], uid="aaaabb"),
-        {"f_norm": 1},
-        [0.75, -0.75, -0.75, 0.75, 0, 0],
-    ),
+    ("gpg", outcome(*[(1, r) for r in (1, 0, 0, 1, 0, 0)], uid="aaaabb"), {"f_norm": 1},
+     [0.75, -0.75, -0.75, 0.75, 0, 0]),
     ("grpo_passk", outcome((1, 3), (2, 1), (3, 2), (4, 0)), {"norm_adv_by_std_in_grpo": False}, [1, 0, 0, 0]),
-    (
-        "gdpo",
-        {**outcome((2, 1), (2, 11), (2, 0), (2, 0), width=2), "acc": [1, 1, 0, 0], "format": [0, 10, 0, 0]},
-        {"gdpo_reward_weights": None},
-        [0.222589, 1.438844, -0.830717, -0.830717],
-    ),
-]
+    ("gdpo", {**outcome((2, 1), (2, 11), (2, 0), (2, 0), width=2), "acc": [1, 1, 0, 0], "format": [0, 10, 0, 0]},
+     {"gdpo_reward_weights": None}, [0.222589, 1.438844, -0.830717, -0.830717]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, columns, settings, expected", WORKED)

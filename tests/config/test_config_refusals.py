@@ -369,20 +369,16 @@ REGISTERED = {"rollout.name": ["hf", "native"], "strategy": ["fsdp"], "rollout.a
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (
-            f"{ROLLOUT}name=nativ",
-            f"{ROLLOUT}name: there is no rollout engine 'nativ': did you mean 'native'? known: hf, native. Custom ones "
-            "are registered in a file of `imports`",
-        ),
+        (f"{ROLLOUT}name=nativ",
+         f"{ROLLOUT}name: there is no rollout engine 'nativ': did you mean 'native'? known: hf, native. Custom ones "
+         "are registered in a file of `imports`"),
         (f"{ROLLOUT}name=trtllm", f"{ROLLOUT}name: 'trtllm' is not supported yet: use hf or native"),
         (f"{ACTOR}strategy=vllm", f"{ACTOR}strategy: 'vllm' is a rollout engine, and this key selects the training"),
         (f"{ACTOR}strategy=veomni", f"{ACTOR}strategy: 'veomni' is not supported yet: use fsdp"),
-        (
-            f"{ROLLOUT}agent.default_agent_loop=tool",
-            f"{ROLLOUT}agent.default_agent_loop: there is no agent loop 'tool'",
-        ),
+        (f"{ROLLOUT}agent.default_agent_loop=tool",
+         f"{ROLLOUT}agent.default_agent_loop: there is no agent loop 'tool'"),
     ],
-)
+)  # fmt: skip
 def test_engines_that_are_not_registered(override, message):
     config = load_config(overrides=[f"{ROLLOUT}agent.default_agent_loop=single", override])
     (problem,) = check_registered(config, REGISTERED)

@@ -12,18 +12,10 @@ from verl.utils.redaction import redacted
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
 
-CHANGES = [
-    "data.train_batch_size=64",
-    "data.train_files=[a.parquet,b.jsonl]",
-    "actor_rollout_ref.rollout.n=5",
-    "actor_rollout_ref.actor.clip_ratio=0.1",
-    "actor_rollout_ref.actor.clip_ratio_high=0.3",
-    "critic.ppo_epochs=2",
-    "critic.optim.betas=[0.8,0.9]",
-    "trainer.experiment_name=012",
-    "trainer.logger=[console,wandb]",
-    "reward.reward_kwargs.overlong_buffer.len=3",
-]
+CHANGES = ["data.train_batch_size=64", "data.train_files=[a.parquet,b.jsonl]", "actor_rollout_ref.rollout.n=5"]
+CHANGES += ["actor_rollout_ref.actor.clip_ratio=0.1", "actor_rollout_ref.actor.clip_ratio_high=0.3"]
+CHANGES += ["critic.ppo_epochs=2", "critic.optim.betas=[0.8,0.9]", "trainer.experiment_name=012"]
+CHANGES += ["trainer.logger=[console,wandb]", "reward.reward_kwargs.overlong_buffer.len=3"]
 
 
 @pytest.mark.parametrize("everything", [False, True])

@@ -59,15 +59,8 @@ SHAPE = dict(
     max_position_embeddings=512,
 )
 #: of the model's folder: no engine may read it, the request says how it is sampled
-DEFAULTS = {
-    "do_sample": True,
-    "repetition_penalty": 3.0,
-    "temperature": 0.3,
-    "top_k": 2,
-    "top_p": 0.5,
-    "eos_token_id": [*range(0, VOCAB, 4)],
-    "max_new_tokens": 3,
-}
+DEFAULTS = {"do_sample": True, "repetition_penalty": 3.0, "temperature": 0.3, "top_k": 2, "top_p": 0.5}
+DEFAULTS |= {"eos_token_id": [*range(0, VOCAB, 4)], "max_new_tokens": 3}
 #: config, and the keys in which it differs from SHAPE
 FAMILIES = {
     "qwen2": (Qwen2Config, dict(tie_word_embeddings=True)),
