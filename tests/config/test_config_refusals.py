@@ -295,14 +295,6 @@ def test_the_message_has_no_traceback_of_pydantic():
     assert error.value.__suppress_context__ or error.value.__context__ is None
 
 
-def test_derived_fields_do_not_repeat_a_problem():
-    assert len(problems("trainer.seed=x")) == 1
-
-
-def test_a_file_that_is_not_there():
-    assert "there is no file 'nowhere.yaml'" in problems(path="nowhere.yaml")[0]
-
-
 # ------------------------------------------------------------------------------------------------- checks of the caller
 
 
