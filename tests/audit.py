@@ -7,15 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_CHANGES = {
-    "os.mkdir": 1,
-    "os.remove": 1,
-    "os.rmdir": 1,
-    "os.rename": 2,
-    "os.symlink": 2,
-    "os.link": 2,
-    "os.truncate": 1,
-}
+_CHANGES = {"os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "os.rename": 2, "os.symlink": 2, "os.link": 2}
+_CHANGES |= {"os.truncate": 1}
 _CHANGES |= {"os.chmod": 1, "os.chown": 1, "shutil.rmtree": 1, "shutil.move": 2}
 _RUNS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "pty.spawn"}
 _RUNS |= {"pickle.find_class", "socket.connect", "socket.bind", "webbrowser.open", "ctypes.dlopen"}

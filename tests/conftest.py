@@ -27,16 +27,8 @@ def stores() -> list[dict]:
     from verl.rollout.base import ROLLOUT_ENGINES
     from verl.single_controller.dispatch import DISPATCH_MODES
 
-    registries = (
-        ADV_ESTIMATOR_REGISTRY,
-        DISPATCH_MODES,
-        POLICY_LOSS_REGISTRY,
-        REWARD_FUNCTION_REGISTRY,
-        REWARD_MANAGER_REGISTRY,
-        AGENT_LOOPS,
-        ENGINES,
-        ROLLOUT_ENGINES,
-    )
+    registries = (ADV_ESTIMATOR_REGISTRY, DISPATCH_MODES, POLICY_LOSS_REGISTRY, REWARD_FUNCTION_REGISTRY)
+    registries += (REWARD_MANAGER_REGISTRY, AGENT_LOOPS, ENGINES, ROLLOUT_ENGINES)
     return [*(registry._entries for registry in registries), RULES_BY_DATA_SOURCE]
 
 

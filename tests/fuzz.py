@@ -291,14 +291,8 @@ def _edited(draw: Callable, value: Any) -> Any:
     if isinstance(value, list) and value and draw(st.integers(0, 4)):
         at = draw(st.integers(0, len(value) - 1))
         return [*value[:at], _edited(draw, value[at]), *value[at + 1 :]]
-    special = [
-        {"$tuple": 1},
-        {"$bytes": "?"},
-        {"$tensor": "../x"},
-        {"$number": ["O", 1]},
-        {"$array": {}},
-        {"$batch": []},
-    ]
+    special = [{"$tuple": 1}, {"$bytes": "?"}, {"$tensor": "../x"}, {"$number": ["O", 1]}, {"$array": {}}]
+    special += [{"$batch": []}]
     return draw(st.one_of(values.filter(lambda v: v != float("inf")), st.sampled_from(special)))
 
 
@@ -384,18 +378,8 @@ class Http(Target):
     def case(self, draw: Callable, folder: Path) -> bool:
         path = draw(st.sampled_from(["/v1/chat/completions", "/v1/completions", "/v1/models", "/x", "/v1/../health"]))
         message = st.fixed_dictionaries({}, optional={"role": st.sampled_from(["user", "x"]), "content": values})
-        names = (
-            "n",
-            "temperature",
-            "top_p",
-            "top_k",
-            "seed",
-            "stop",
-            "logprobs",
-            "stream",
-            "tools",
-            "return_token_ids",
-        )
+        names = ("n", "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "stream", "tools")
+        names += ("return_token_ids",)
         options = dict.fromkeys(names, values) | {"max_tokens": st.one_of(values, st.just(2))}
         fields = {"messages": st.one_of(st.lists(message, max_size=2), values), "prompt": values, **options}
         body = draw(st.one_of(st.fixed_dictionaries({"model": st.just("tiny")}, optional=fields), values))

@@ -146,46 +146,28 @@ def changed(name: str, row: int, position: int | None, value: float) -> DataProt
 
 #: name -> (column, row, position, value), message
 VIOLATIONS = {
-    "mask not binary": (
-        ("response_mask", 0, 1, 2),
-        r"'response_mask': expected 0 or 1 everywhere, found 2 at row 0, position 1",
-    ),
-    "negative mask": (
-        ("attention_mask", 0, 1, -1),
-        r"'attention_mask': expected 0 or 1 .* found -1 at row 0, position 1",
-    ),
-    "hole in a prompt": (
-        ("attention_mask", 0, 1, 0),
-        r"prompts padded on the left only, found a hole in row 0 after token 0",
-    ),
-    "hole in a response": (
-        ("attention_mask", 1, 5, 0),
-        r"responses padded on the right only, found a hole in row 1 at resp",
-    ),
-    "chosen padding": (
-        ("response_mask", 1, 4, 1),
-        r"'response_mask': expected 0 where attention_mask is 0, found 1 at row 1",
-    ),
+    "mask not binary": (("response_mask", 0, 1, 2),
+     r"'response_mask': expected 0 or 1 everywhere, found 2 at row 0, position 1"),
+    "negative mask": (("attention_mask", 0, 1, -1),
+     r"'attention_mask': expected 0 or 1 .* found -1 at row 0, position 1"),
+    "hole in a prompt": (("attention_mask", 0, 1, 0),
+     r"prompts padded on the left only, found a hole in row 0 after token 0"),
+    "hole in a response": (("attention_mask", 1, 5, 0),
+     r"responses padded on the right only, found a hole in row 1 at resp"),
+    "chosen padding": (("response_mask", 1, 4, 1),
+     r"'response_mask': expected 0 where attention_mask is 0, found 1 at row 1"),
     "wrong position": (("position_ids", 1, 3, 7), r"'position_ids': expected 1 at row 1, position 3 .*found 7"),
-    "id of the vocabulary's size": (
-        ("responses", 2, 4, 27),
-        r"'responses': expected token ids from 0 to 26, found 27 at row 2",
-    ),
-    "negative id": (
-        ("prompts", 0, 0, -100),
-        r"'prompts': expected token ids from 0 to 26, found -100 at row 0, position 0",
-    ),
-    "other ids": (
-        ("input_ids", 1, 6, 3),
-        r"'input_ids': expected prompts followed by responses: 15, found 3 at row 1, pos",
-    ),
+    "id of the vocabulary's size": (("responses", 2, 4, 27),
+     r"'responses': expected token ids from 0 to 26, found 27 at row 2"),
+    "negative id": (("prompts", 0, 0, -100),
+     r"'prompts': expected token ids from 0 to 26, found -100 at row 0, position 0"),
+    "other ids": (("input_ids", 1, 6, 3),
+     r"'input_ids': expected prompts followed by responses: 15, found 3 at row 1, pos"),
     "NaN": (("values", 1, 2, float("nan")), r"'values': expected finite values, found nan at row 1, token 2"),
-    "infinity": (
-        ("advantages", 0, 4, float("inf")),
-        r"'advantages': expected finite values, found inf at row 0, token 4",
-    ),
+    "infinity": (("advantages", 0, 4, float("inf")),
+     r"'advantages': expected finite values, found inf at row 0, token 4"),
     "NaN of a row": (("reward_baselines", 2, None, float("nan")), r"'reward_baselines': .* found nan at row 2$"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", VIOLATIONS)

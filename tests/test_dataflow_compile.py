@@ -142,29 +142,17 @@ def flow_of(*operators) -> DataFlow:
     ("flow", "inputs", "message"),
     [
         (DataFlow(), None, "the flow has no operators: add one with add_operator"),
-        (
-            flow_of(("load", numbers_of_two, (), "x"), ("adv", keep, "valeus", ())),
-            None,
-            r"operator 'adv' reads 'valeus', but no upstream operator writes it: known: x",
-        ),
-        (
-            flow_of(("gen", keep, "prompts", "responses"), ("adv", keep, "response", ())),
-            ("prompts",),
-            "operator 'adv' reads 'response', but no upstream operator writes it: did you mean 'responses'",
-        ),
-        (
-            flow_of(("adv", keep, "values", "advantages"), ("critic", keep, (), "values")),
-            None,
-            r"operator 'adv' reads 'values', which 'critic' writes only after it; .* compile\(inputs=\[...\]\)",
-        ),
-        (
-            flow_of(("adv", keep, "values", "values")),
-            (),
-            "operator 'adv' reads 'values', but no upstream operator writes it",
-        ),
+        (flow_of(("load", numbers_of_two, (), "x"), ("adv", keep, "valeus", ())), None,
+         r"operator 'adv' reads 'valeus', but no upstream operator writes it: known: x"),
+        (flow_of(("gen", keep, "prompts", "responses"), ("adv", keep, "response", ())), ("prompts",),
+         "operator 'adv' reads 'response', but no upstream operator writes it: did you mean 'responses'"),
+        (flow_of(("adv", keep, "values", "advantages"), ("critic", keep, (), "values")), None,
+         r"operator 'adv' reads 'values', which 'critic' writes only after it; .* compile\(inputs=\[...\]\)"),
+        (flow_of(("adv", keep, "values", "values")), (),
+         "operator 'adv' reads 'values', but no upstream operator writes it"),
         (DataFlow([keep, numbers_of_two]), None, "operator 'numbers_of_two' takes no batch: only the first operator"),
     ],
-)
+)  # fmt: skip
 def test_compile_refuses(flow, inputs, message):
     with pytest.raises(ValueError, match=message):
         flow.compile(inputs)

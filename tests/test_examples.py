@@ -32,17 +32,10 @@ NEEDS_MODEL = [path for path in SCRIPTS if path.name != "run_tiny_vl_local.sh"]
 FINE_TUNING = [path for path in SCRIPTS if "sft" in path.parts]
 TRAINING = [path for path in SCRIPTS if path not in TRAINS_NOTHING and "sft" not in path.parts]
 #: what makes a run of two steps small
-SMALL = [
-    "data.train_batch_size=4",
-    "data.max_response_length=6",
-    "data.train_max_samples=32",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    "actor_rollout_ref.rollout.n=2",
-    "trainer.val_before_train=false",
-    "trainer.test_freq=-1",
-    "trainer.save_at_end=false",
-    "trainer.total_training_steps=2",
-]
+SMALL = ["data.train_batch_size=4", "data.max_response_length=6", "data.train_max_samples=32"]
+SMALL += ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=2"]
+SMALL += ["trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_at_end=false"]
+SMALL += ["trainer.total_training_steps=2"]
 
 
 def trainer_class(module: str) -> type[Trainer]:
@@ -63,13 +56,9 @@ def home(tmp_path_factory) -> Path:
     template = "{{ tools or '' }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     for name in ("model", "mixture"):
         (home / name / "chat_template.jinja").write_text(template)
-    row = {
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": "1+1="}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": "2"},
-        "extra_info": {"index": 0, "question": "1+1=", "answer": "2"},
-    }
+    row = {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "1+1="}], "ability": "math"}
+    row |= {"reward_model": {"style": "rule", "ground_truth": "2"}}
+    row |= {"extra_info": {"index": 0, "question": "1+1=", "answer": "2"}}
     for name in ("train", "test"):
         pq.write_table(pa.Table.from_pylist([row] * 512), home / f"{name}.parquet")
     tiny_vl_model(home / "vl")

@@ -45,12 +45,8 @@ ONLY = {
 }
 
 #: package -> the files and folders that may import it; those AT_USE inside functions only
-ADAPTERS = {
-    "ray": {"verl/single_controller/ray/"},
-    "vllm": {"verl/rollout/vllm/"},
-    "sglang": {"verl/rollout/sglang/"},
-    "megatron": {"verl/engines/megatron/"},
-}
+ADAPTERS = {"ray": {"verl/single_controller/ray/"}, "vllm": {"verl/rollout/vllm/"}, "sglang": {"verl/rollout/sglang/"}}
+ADAPTERS |= {"megatron": {"verl/engines/megatron/"}}
 AT_USE = {"vllm", "sglang"}  # the engine's factory imports the modules of megatron, which subclass its models, at use
 
 HANDED_ON = {"__all__", "__version__", "_HOME"}

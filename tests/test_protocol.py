@@ -292,11 +292,6 @@ def test_slice_is_a_view_and_an_index_is_a_copy():
     assert batch[[1, 2]].batch["wide"].data_ptr() != batch.batch["wide"][1:].data_ptr()
 
 
-def test_repeat():
-    assert_rows(numbered(2).repeat(3), [0, 0, 0, 1, 1, 1])
-    assert_rows(numbered(2).repeat(3, interleave=False), [0, 1, 0, 1, 0, 1])
-
-
 def test_reorder_takes_permutations_only():
     assert_rows(numbered(3).reorder(torch.tensor([2, 0, 1])), [2, 0, 1])
     for wrong in ([0, 1], [0, 0, 1], [0, 1, 2, 0]):

@@ -167,13 +167,8 @@ def test_operations_cost_little():
     )
     prompts, other = batch[:64], DataProto.from_dict({f"u{i}": torch.zeros(rows, 16) for i in range(5)})
     order = torch.randperm(rows)
-    calls = {
-        "union": lambda: batch.union(other),
-        "select": lambda: batch.select(["t1"], ["o1"]),
-        "index": lambda: batch[order],
-        "repeat": lambda: prompts.repeat(8),
-        "chunk": lambda: batch.chunk(8),
-    }
+    calls = {"union": lambda: batch.union(other), "select": lambda: batch.select(["t1"], ["o1"])}
+    calls |= {"index": lambda: batch[order], "repeat": lambda: prompts.repeat(8), "chunk": lambda: batch.chunk(8)}
     costs = {name: milliseconds(call, 20) for name, call in calls.items()}
     assert max(costs.values()) < 3, costs
 
@@ -181,13 +176,8 @@ def test_operations_cost_little():
 def test_thousands_of_columns_cost_in_proportion():
     """3,000 columns: a few milliseconds; anything quadratic in the columns takes a second."""
     batch = DataProto.from_dict({f"c{i}": torch.zeros(4) for i in range(3000)})
-    calls = {
-        "union": lambda: batch.union(batch),
-        "drop": lambda: batch.drop(["c7"]),
-        "select": lambda: batch.select(["c7", "c8"]),
-        "index": lambda: batch[[1, 0]],
-        "rename": lambda: batch.copy().rename("c7", "d7"),
-        "concat": lambda: DataProto.concat([batch, batch]),
-    }
+    calls = {"union": lambda: batch.union(batch), "drop": lambda: batch.drop(["c7"])}
+    calls |= {"select": lambda: batch.select(["c7", "c8"]), "index": lambda: batch[[1, 0]]}
+    calls |= {"rename": lambda: batch.copy().rename("c7", "d7"), "concat": lambda: DataProto.concat([batch, batch])}
     costs = {name: milliseconds(call, 3) for name, call in calls.items()}
     assert max(costs.values()) < 150, costs

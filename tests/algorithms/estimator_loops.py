@@ -7,15 +7,8 @@ import torch
 
 from verl.algorithms import bind_arguments, get_adv_estimator_fn
 
-SETTINGS = {
-    "gamma": 0.9,
-    "lam": 0.8,
-    "passk_k": 2,
-    "gdpo_reward_keys": ["acc", "format"],
-    "gdpo_reward_weights": [1.0, 0.3],
-    "f_norm": 2.0,
-    "sppo_beta": 1.7,
-}
+SETTINGS = {"gamma": 0.9, "lam": 0.8, "passk_k": 2, "gdpo_reward_keys": ["acc", "format"]}
+SETTINGS |= {"gdpo_reward_weights": [1.0, 0.3], "f_norm": 2.0, "sppo_beta": 1.7}
 # samples of one prompt are not adjacent, and groups have different sizes
 UID = ["a", "b", "a", "c", "b", "a", "c", "b", "c", "b"]
 

@@ -38,16 +38,9 @@ def expected_gradient(name, group_size, **settings):
     expected, chances = 0.0, 0.0
     for group in itertools.product(range(3), repeat=group_size):
         arms = torch.tensor(group)
-        columns = {
-            "token_level_rewards": REWARDS[arms, None],
-            "response_mask": ones,
-            "uid": ["a"] * group_size,
-            "values": 0.4 * ones,
-            "reward_baselines": 0.3 * ones[:, 0],
-            "sum_pi_squared": (pi**2).sum() * ones,
-            "rm_scores": 0 * ones,
-            "acc": REWARDS[arms].tolist(),
-        }
+        columns = {"token_level_rewards": REWARDS[arms, None], "response_mask": ones, "uid": ["a"] * group_size}
+        columns |= {"values": 0.4 * ones, "reward_baselines": 0.3 * ones[:, 0], "sum_pi_squared": (pi**2).sum() * ones}
+        columns |= {"rm_scores": 0 * ones, "acc": REWARDS[arms].tolist()}
         log_prob = log_pi[arms, None]
         columns |= dict.fromkeys(("old_log_probs", "old_log_prob", "rollout_log_probs"), log_prob.detach())
         advantages, _ = estimator(**bind_arguments(estimator, columns, settings))

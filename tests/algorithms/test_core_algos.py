@@ -19,8 +19,6 @@ from verl.algorithms import (
     core_algos,
     merge_metrics,
     policy_losses,
-    register_adv_est,
-    register_policy_loss,
 )
 from verl.algorithms.actor_loss import actor_loss, custom_loss_config
 from verl.algorithms.binding import Settings
@@ -204,15 +202,8 @@ TOKENS = (*OUTCOME, "old_log_probs", "sum_pi_squared", "rollout_is_weights", "ha
 def test_signatures(name, parameters):
     fn = vars(core_algos)[f"compute_{name}"]
     assert tuple(inspect.signature(fn).parameters) == parameters
-    columns = {
-        "token_level_rewards": REWARDS,
-        "response_mask": TWO,
-        "index": INDEX,
-        "values": REWARDS,
-        "reward_baselines": REWARDS[:, 0],
-        "old_log_probs": REWARDS - 3,
-        "sum_pi_squared": REWARDS / 4,
-    }
+    columns = {"token_level_rewards": REWARDS, "response_mask": TWO, "index": INDEX, "values": REWARDS}
+    columns |= {"reward_baselines": REWARDS[:, 0], "old_log_probs": REWARDS - 3, "sum_pi_squared": REWARDS / 4}
     settings = {"gamma": 0.5, "lam": 1.0}
     arguments = bind_arguments(fn, columns, settings)
     advantages, returns = fn(**arguments)
@@ -318,49 +309,6 @@ def test_gspo_honours_a_mode_that_was_set(mode, expected):
 def test_the_mode_of_vanilla_is_that_of_the_mini_batch():
     agg = LossAggregation("token-mean", 100, 50)
     assert loss_of("vanilla", agg, loss_agg_mode=None)[0] == pytest.approx(loss_of("vanilla")[0] * 8 / 100)
-
-
-def test_an_estimator_written_for_verl_runs():
-    @register_adv_est("theirs")
-    def theirs(token_level_rewards, response_mask, index, config=None, **kwargs):
-        scale = config.get("scale", 1.0) * config.gamma
-        return token_level_rewards * scale, index
-
-    assert theirs.min_group_size == 1
-    columns = {"token_level_rewards": REWARDS, "response_mask": TWO, "uid": INDEX}
-    fn = core_algos.get_adv_estimator_fn("theirs")
-    found, index = fn(**bind_arguments(fn, columns, {"gamma": 0.5}))
-    assert torch.equal(found, REWARDS / 2)
-    assert index is INDEX
-
-
-def test_a_loss_written_for_verl_runs_and_is_normalised_over_the_mini_batch():
-    @register_policy_loss("theirs")
-    def theirs(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
-        losses = -advantages * torch.exp(log_prob - old_log_prob).clamp(max=1 + config.clip_ratio)
-        share = config.policy_loss.share
-        loss = core_algos.agg_loss(
-            loss_mat=losses * share,
-            loss_mask=response_mask,
-            loss_agg_mode=loss_agg_mode,
-            **config.global_batch_info,
-        )
-        return loss, {"actor/share": share}
-
-    fn = core_algos.get_policy_loss_fn("theirs")
-    settings = {"clip_ratio": 0.2, "policy_loss": {"share": 0.5}}
-
-    def run(rows):
-        columns = {
-            "old_log_prob": torch.zeros(4, 2)[rows],
-            "log_prob": torch.zeros(4, 2)[rows],
-            "advantages": REWARDS[rows],
-            "response_mask": TWO[rows],
-            "loss_agg_mode": LossAggregation.from_mask("token-mean", TWO),
-        }
-        return fn(**bind_arguments(fn, columns, settings))[0]
-
-    assert run(slice(0, 4)) == run(slice(0, 1)) + run(slice(1, 4)) == pytest.approx(-0.5 * 3.5 / 7)
 
 
 # ---- registering and replacing --------------------------------------------------------------------------------------

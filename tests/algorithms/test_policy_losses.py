@@ -292,16 +292,6 @@ class TestContract:
         assert torch.equal(gradient, other_gradient)
         assert merge_metrics([metrics]) == merge_metrics([other_metrics])
 
-    def test_order_of_rows(self, name):
-        settings = (
-            {"clip_cov_ratio": 1.0} if name == "clip_cov" else {}
-        )  # its random selection depends on the position: select all
-        batch, order = make_batch(8), torch.tensor([3, 0, 5, 1, 4, 2])
-        loss, gradient, _ = call(name, batch, **settings)
-        moved, moved_gradient, _ = call(name, {key: column[order] for key, column in batch.items()}, **settings)
-        torch.testing.assert_close(moved, loss)
-        torch.testing.assert_close(moved_gradient, gradient[order])
-
     def test_on_policy_gradient_is_the_plain_one(self, name):
         if name == "sppo":
             pytest.skip("a squared error, not a policy gradient")

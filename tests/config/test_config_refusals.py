@@ -292,14 +292,6 @@ def test_the_message_has_no_traceback_of_pydantic():
     assert error.value.__suppress_context__ or error.value.__context__ is None
 
 
-def test_derived_fields_do_not_repeat_a_problem():
-    assert len(problems("trainer.seed=x")) == 1
-
-
-def test_a_file_that_is_not_there():
-    assert "there is no file 'nowhere.yaml'" in problems(path="nowhere.yaml")[0]
-
-
 # ------------------------------------------------------------------------------------------------- checks of the caller
 
 
@@ -366,20 +358,16 @@ REGISTERED = {"rollout.name": ["hf", "native"], "strategy": ["fsdp"], "rollout.a
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (
-            f"{ROLLOUT}name=nativ",
-            f"{ROLLOUT}name: there is no rollout engine 'nativ': did you mean 'native'? known: hf, native. Custom ones "
-            "are registered in a file of `imports`",
-        ),
+        (f"{ROLLOUT}name=nativ",
+         f"{ROLLOUT}name: there is no rollout engine 'nativ': did you mean 'native'? known: hf, native. Custom ones "
+         "are registered in a file of `imports`"),
         (f"{ROLLOUT}name=trtllm", f"{ROLLOUT}name: 'trtllm' is not supported yet: use hf or native"),
         (f"{ACTOR}strategy=vllm", f"{ACTOR}strategy: 'vllm' is a rollout engine, and this key selects the training"),
         (f"{ACTOR}strategy=veomni", f"{ACTOR}strategy: 'veomni' is not supported yet: use fsdp"),
-        (
-            f"{ROLLOUT}agent.default_agent_loop=tool",
-            f"{ROLLOUT}agent.default_agent_loop: there is no agent loop 'tool'",
-        ),
+        (f"{ROLLOUT}agent.default_agent_loop=tool",
+         f"{ROLLOUT}agent.default_agent_loop: there is no agent loop 'tool'"),
     ],
-)
+)  # fmt: skip
 def test_engines_that_are_not_registered(override, message):
     config = load_config(overrides=[f"{ROLLOUT}agent.default_agent_loop=single", override])
     (problem,) = check_registered(config, REGISTERED)

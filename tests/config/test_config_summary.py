@@ -63,40 +63,30 @@ def test_environment_variables_of_the_workers_are_strings():
     assert config.trainer.worker_env == {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "^lo,docker"}
 
 
-BATCH = [
-    "data.train_batch_size=64",
-    f"{ROLLOUT}n=8",
-    f"{ACTOR}ppo_mini_batch_size=32",
-    f"{ACTOR}ppo_micro_batch_size_per_gpu=32",
-]
+BATCH = ["data.train_batch_size=64", f"{ROLLOUT}n=8", f"{ACTOR}ppo_mini_batch_size=32"]
+BATCH += [f"{ACTOR}ppo_micro_batch_size_per_gpu=32"]
 
 
 STEP = "64 prompts x 8 samples = 512 responses per step; "
 TOKENS = f"{ACTOR}ppo_epochs=2 {ACTOR}ppo_micro_batch_size_per_gpu=30 critic.use_dynamic_bsz=true"
 SUMMARIES = [
     ("", {}, STEP + "2 updates of 256 responses; micro-batches of 32 (8 per update)"),
-    (
-        "",
-        {"world_size": 4},
-        STEP + "128 on each of 4 ranks; 2 updates of 256 responses; micro-batches of 32 per rank (2 per update)",
-    ),
+    ("", {"world_size": 4},
+     STEP + "128 on each of 4 ranks; 2 updates of 256 responses; micro-batches of 32 per rank (2 per update)"),
     (  # 2 epochs over 64 prompts in mini-batches of 32: 4 updates. 256 = 8 x 30 + 16.
         TOKENS,
         {},
         STEP + "4 updates of 256 responses (2 epochs); micro-batches of 30 (9 per update, the last of 16); "
         "critic: 4 updates of 256 responses (2 epochs); micro-batches sized by free memory",
     ),
-    (
-        TOKENS,
-        {"critic": False},
-        STEP + "4 updates of 256 responses (2 epochs); micro-batches of 30 (9 per update, the last of 16)",
-    ),
+    (TOKENS, {"critic": False},
+     STEP + "4 updates of 256 responses (2 epochs); micro-batches of 30 (9 per update, the last of 16)"),
     (  # a micro-batch is never larger than its mini-batch
         f"data.train_batch_size=4 {ACTOR}ppo_mini_batch_size=4 {ROLLOUT}n=1 {ACTOR}ppo_micro_batch_size_per_gpu=64",
         {},
         "4 prompts x 1 sample = 4 responses per step; 1 update of 4 responses; micro-batches of 4 (1 per update)",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "options", "expected"), SUMMARIES)

@@ -31,13 +31,6 @@ def test_no_field_is_listed_as_unsupported():
     assert [key for key in fields_of(SFTConfig) if upstream_key(key, "sft")] == []
 
 
-def test_every_upstream_default_is_accepted():
-    """All of public verl's default configuration at once, interpolations and its one key without a default included."""
-    config = load_config(base=UPSTREAM)
-    assert config.critic.optim.lr == 1e-5
-    assert config.actor_rollout_ref.rollout.name == "native"
-
-
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 FSDP = (f"{ACTOR}fsdp_config.", "actor_rollout_ref.ref.fsdp_config.", "critic.fsdp.")
 OURS = {

@@ -30,16 +30,8 @@ def remark(found, name: str) -> str:
     return line
 
 
-GRPO = {
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 4,
-    "steps_per_generation": 8,
-    "num_generations": 8,
-    "num_iterations": 1,
-    "max_steps": 200,
-    "save_steps": 50,
-    "num_train_epochs": 2.0,
-}
+GRPO = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 8}
+GRPO |= {"num_generations": 8, "num_iterations": 1, "max_steps": 200, "save_steps": 50, "num_train_epochs": 2.0}
 
 
 def test_batch_sizes_and_steps_of_grpo(tmp_path):
@@ -80,16 +72,12 @@ def test_sizes_that_are_no_whole_number_of_prompts(tmp_path):
         ({"kl_coef": 0.1}, {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.1}),
         ({"kl_coef": 0.1}, {"algorithm.lam": 0.95, "data.max_response_length": 53}),
         ({"cliprange": 0.3, "learning_rate": 1e-5}, {_ACTOR + "clip_ratio": 0.3, "critic.optim.lr": 1e-5}),
-        (
-            {"num_ppo_epochs": 2, "per_device_train_batch_size": 16, "num_mini_batches": 4},
-            {"data.train_batch_size": 16, _ACTOR + "ppo_mini_batch_size": 4, "critic.ppo_epochs": 2},
-        ),
-        (
-            {"max_length": 64, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
-            {"data.max_length": 64, "data.train_batch_size": 8, "data.micro_batch_size_per_gpu": 4, "optim.lr": 2e-5},
-        ),
+        ({"num_ppo_epochs": 2, "per_device_train_batch_size": 16, "num_mini_batches": 4},
+         {"data.train_batch_size": 16, _ACTOR + "ppo_mini_batch_size": 4, "critic.ppo_epochs": 2}),
+        ({"max_length": 64, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+         {"data.max_length": 64, "data.train_batch_size": 8, "data.micro_batch_size_per_gpu": 4, "optim.lr": 2e-5}),
     ],
-)
+)  # fmt: skip
 def test_values_that_change(arguments, expected, tmp_path):
     found = converted(tmp_path, arguments)
     assert expected.items() <= found.values.items()

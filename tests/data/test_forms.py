@@ -34,43 +34,20 @@ FORMS = {
     ),
     "Eurus-2-RL": ({"prompt": [USER], "data_source": "taco", "reward_model": RULE, "extra_info": {}}, "5", NO_RESPONSE),
     "DeepScaleR": ({"problem": "What is 2+3?", "solution": "It is 5.", "answer": "5"}, "5", "It is 5."),
-    "OpenR1-Math": (
-        {"problem": "What is 2+3?", "solution": "It is 5.", "answer": "5", "messages": [USER, TURN]},
-        "5",
-        "It is 5.",
-    ),
-    "Search-R1": (
-        {
-            "question": "What is 2+3?",
-            "golden_answers": ["5", "five"],
-            "data_source": "nq",
-            "prompt": [USER],
-            "reward_model": {"style": "rule", "ground_truth": {"target": ["5", "five"]}},
-        },
-        {"target": ["5", "five"]},
-        NO_RESPONSE,
-    ),
-    "KodCode": (
-        {"question": "What is 2+3?", "solution": "def f(): return 5", "test": "def test_f(): assert f() == 5"},
-        "def test_f(): assert f() == 5",
-        "def f(): return 5",
-    ),
+    "OpenR1-Math": ({"problem": "What is 2+3?", "solution": "It is 5.", "answer": "5", "messages": [USER, TURN]}, "5",
+     "It is 5."),
+    "Search-R1": ({ "question": "What is 2+3?", "golden_answers": ["5", "five"], "data_source": "nq", "prompt": [USER],
+     "reward_model": {"style": "rule", "ground_truth": {"target": ["5", "five"]}}, }, {"target": ["5", "five"]},
+     NO_RESPONSE),
+    "KodCode": ({"question": "What is 2+3?", "solution": "def f(): return 5", "test": "def test_f(): assert f() == 5"},
+     "def test_f(): assert f() == 5", "def f(): return 5"),
     "geo3k": ({"problem": "What is 2+3?", "answer": "5", "images": []}, "5", "5"),
-    "MMLU": (
-        {"question": "What is 2+3?", "subject": "math", "choices": ["4", "6", "5", "7"], "answer": 2},
-        "2",
-        "!is not text: found 2",
-    ),
-    "ARC": (
-        {"question": "What is 2+3?", "choices": {"text": ["4", "5"], "label": ["A", "B"]}, "answerKey": "B"},
-        "B",
-        NO_RESPONSE,
-    ),
-    "xLAM": (
-        {"query": "What is 2+3?", "answers": '[{"name": "add", "arguments": {}}]', "tools": json.dumps([TOOL])},
-        '[{"name": "add", "arguments": {}}]',
-        None,
-    ),
+    "MMLU": ({"question": "What is 2+3?", "subject": "math", "choices": ["4", "6", "5", "7"], "answer": 2}, "2",
+     "!is not text: found 2"),
+    "ARC": ({"question": "What is 2+3?", "choices": {"text": ["4", "5"], "label": ["A", "B"]}, "answerKey": "B"}, "B",
+     NO_RESPONSE),
+    "xLAM": ({"query": "What is 2+3?", "answers": '[{"name": "add", "arguments": {}}]', "tools": json.dumps([TOOL])},
+     '[{"name": "add", "arguments": {}}]', None),
     "Hermes": ({"conversations": [{"from": "system", "value": "Be brief."}, *SHAREGPT]}, CHAT, "It is 5."),
     "BFCL": ({"id": "simple_0", "question": [[USER]], "function": [TOOL]}, NO_TRUTH, NO_RESPONSE),
     "ShareGPT": ({"conversations": SHAREGPT}, CHAT, "It is 5."),
@@ -84,7 +61,7 @@ FORMS = {
         NO_TRUTH,
         "It is 5.",
     ),
-}
+}  # fmt: skip
 
 
 def outcome(read):

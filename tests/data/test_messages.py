@@ -83,23 +83,17 @@ def test_other_weights_are_refused(chat_tokenizer, value):
 @pytest.mark.parametrize(
     ("chat", "message"),
     [
-        (
-            [{**ASK, "train": True}, say("eins")],
-            r"message 0 \(user\): \{'train': True\}, but only assistant turns after the first",
-        ),
-        (
-            [say("Hi", weight=1), ASK, say("eins")],
-            r"message 0 \(assistant\): \{'weight': 1\}, but only assistant turns after the first",
-        ),
+        ([{**ASK, "train": True}, say("eins")],
+         r"message 0 \(user\): \{'train': True\}, but only assistant turns after the first"),
+        ([say("Hi", weight=1), ASK, say("eins")],
+         r"message 0 \(assistant\): \{'weight': 1\}, but only assistant turns after the first"),
         ([ASK, say("eins", weight=1, loss_mask=0)], "message 1: expected a weight of 0 or 1 .*'weight': 1"),
-        (
-            [ASK, say("eins", weight=0)],
-            r"no assistant turn after the first message, or none that is trained.*assistant",
-        ),
+        ([ASK, say("eins", weight=0)],
+         r"no assistant turn after the first message, or none that is trained.*assistant"),
         ([ASK, say("")], "message 1: the assistant turn has no text to train"),
         ([ASK, say(" \n"), ASK, say("zwei")], "message 1: the assistant turn has no text to train"),
     ],
-)
+)  # fmt: skip
 def test_turns_that_cannot_be_trained_are_named(chat_tokenizer, chat, message):
     with pytest.raises(ValueError, match=f"row 0 .*{message}"):
         SFTDataset([{"messages": chat}], chat_tokenizer)
@@ -188,20 +182,14 @@ def test_tool_calls_that_cannot_be_read(calls, message):
     ("chat", "message"),
     [
         ([{"role": "developer", "content": "Be brief."}, ASK, say("1")], r"message 0 \(developer\): .* its content"),
-        (
-            [ASK, say("1"), {"role": "observation", "content": "1"}, say("1")],
-            r"message 2 \(observation\): .* its content",
-        ),
-        (
-            [ASK, say("1", reasoning_content="One."), ASK, say("1")],
-            "the chat template does not read 'reasoning_content', so it has no effect",
-        ),
-        (
-            [ASK, say("1", reasoning="One.", weight=0), ASK, say("1")],
-            "the chat template does not read 'reasoning', so it has no effect",
-        ),
+        ([ASK, say("1"), {"role": "observation", "content": "1"}, say("1")],
+         r"message 2 \(observation\): .* its content"),
+        ([ASK, say("1", reasoning_content="One."), ASK, say("1")],
+         "the chat template does not read 'reasoning_content', so it has no effect"),
+        ([ASK, say("1", reasoning="One.", weight=0), ASK, say("1")],
+         "the chat template does not read 'reasoning', so it has no effect"),
     ],
-)
+)  # fmt: skip
 def test_text_that_the_template_drops_is_named(chat_tokenizer, chat, message):
     """Also if the same text is elsewhere in the chat."""
     chat_tokenizer.chat_template = CALLS

@@ -183,33 +183,21 @@ REFUSED = [
     ([{"prompt": "a", "answer": "a\udc80"}], {}, r"\(column 'answer'\): character 1 is '.udc80', half of a"),
     ([row(CHAT)], {}, "line 1.*the tokenizer has no chat template: use the tokenizer of an instruc"),
     # settings
-    (
-        [row()],
-        {"max_prompt_lenght": 5},
-        r"data\.max_prompt_lenght: unknown key; did you mean data\.max_prompt_length\?",
-    ),
-    (
-        [row()],
-        {"truncation": "up"},
-        r"data\.truncation: found 'up' \(str\), expected one of error, left, right, middle",
-    ),
+    ([row()], {"max_prompt_lenght": 5},
+     r"data\.max_prompt_lenght: unknown key; did you mean data\.max_prompt_length\?"),
+    ([row()], {"truncation": "up"},
+     r"data\.truncation: found 'up' \(str\), expected one of error, left, right, middle"),
     ([row()], {"max_prompt_length": 0}, r"data\.max_prompt_length: found 0, expected int >= 1"),
     ([row()], {"image_key": "pictures"}, r"no column 'pictures' \(data\.image_key\)"),
     ([row()], {"prompt_key": "question"}, r"no column 'question' for the prompt \(data.prompt_key\)"),
-    (
-        [row()],
-        {"reward_fn_key": "data_sourc"},
-        "no column 'data_sourc' to select the reward by.*did you mean 'data_sou",
-    ),
-    (
-        SOLVED,
-        {"ground_truth_key": "solutoin"},
-        r"'solutoin' for the ground truth \(data.ground_truth_key\): did you mean",
-    ),
+    ([row()], {"reward_fn_key": "data_sourc"},
+     "no column 'data_sourc' to select the reward by.*did you mean 'data_sou"),
+    (SOLVED, {"ground_truth_key": "solutoin"},
+     r"'solutoin' for the ground truth \(data.ground_truth_key\): did you mean"),
     (SOLVED, {"ground_truth_key": "solution"}, r"line 2: the ground truth \(column 'solution'\) is missing"),
     ([row("abc=")], {"prompt_format": "chat"}, "line 1.*no chat template"),
     ([row()], {"train_max_samples": 0}, "none of the 0 rows is usable"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("rows, config, message", REFUSED)

@@ -11,13 +11,9 @@ from verl.data.chat import encode_conversations
 from verl.data.order import PromptSource
 from verl.data.sft_dataset import SFTDataset, collate_sft
 
-CHAT = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "One?"},
-    {"role": "assistant", "content": "1"},
-    {"role": "user", "content": "Two?"},
-    {"role": "assistant", "content": "2"},
-]
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "One?"}]
+CHAT += [{"role": "assistant", "content": "1"}, {"role": "user", "content": "Two?"}]
+CHAT += [{"role": "assistant", "content": "2"}]
 
 NESTED = {"prompt_key": "info", "prompt_dict_keys": ["question"]}
 NESTED |= {"response_key": "info", "response_dict_keys": ["answer"]}

@@ -61,13 +61,9 @@ def variants() -> list[Variant]:
 
     def golden(algorithm: str, dtype: str, what: str, gpus: int, *extra: str, like: str | None = None) -> None:
         base = f"{algorithm} {dtype}, 1 GPU"
-        chosen = (
-            f"algorithm.name={algorithm}",
-            *(f"{section}.dtype={dtype}" for section in (ACTOR, REF, CRITIC)),
-            f"trainer.n_gpus_per_node={gpus}",
-            *(["algorithm.use_kl_in_reward=true"] if algorithm == "ppo" else []),
-            *extra,
-        )
+        chosen = (f"algorithm.name={algorithm}", *(f"{section}.dtype={dtype}" for section in (ACTOR, REF, CRITIC)))
+        chosen += (f"trainer.n_gpus_per_node={gpus}",)
+        chosen += (*(["algorithm.use_kl_in_reward=true"] if algorithm == "ppo" else []), *extra)
         name = f"{algorithm} {dtype}, {what}"
         agrees = None if name == base else like or base
         found.append(Variant(name, "golden", gpus, chosen, agrees, exactly=like is not None, dtype=dtype))

@@ -53,13 +53,8 @@ START = 60  # seconds before the end in which no variant starts; at most half of
 ROLLOUT = "actor_rollout_ref.rollout"
 TWO = "tensor_model_parallel_size=2"
 #: of every process of a variant. NVLink multicast is off: it needs a fabric manager, which virtual machines may lack
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "PYTHONUNBUFFERED": "1",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "VLLM_LOGGING_LEVEL": "INFO",
-}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "NCCL_NVLS_ENABLE": "0", "PYTHONUNBUFFERED": "1"}
+ENVIRONMENT |= {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 #: imported by all processes of a run, which write their stacks when they get the signal. A timer that writes them from
 #: another thread (faulthandler.dump_traceback_later) can crash a process whose main thread runs meanwhile.
 STACKS = """
@@ -115,18 +110,10 @@ def run_one(name: str, folder: Path, device: str) -> None:
     (variant,) = [v for v in variants() if v.name == name]
     stacks = folder / "stacks.py"
     stacks.write_text(STACKS)
-    settings = [
-        f"imports=[{stacks}]",
-        f"trainer.device={device}",
-        "algorithm.name=grpo",
-        *sums_overrides(folder, variant.model, name),
-        "data.max_prompt_length=64",
-        "data.max_response_length=128",
-        f"{ROLLOUT}.gpu_memory_utilization=0.4",
-        "trainer.total_training_steps=3",
-        "trainer.save_at_end=false",
-        "trainer.resume_mode=disable",
-    ]
+    settings = [f"imports=[{stacks}]", f"trainer.device={device}", "algorithm.name=grpo"]
+    settings += [*sums_overrides(folder, variant.model, name), "data.max_prompt_length=64"]
+    settings += ["data.max_response_length=128", f"{ROLLOUT}.gpu_memory_utilization=0.4"]
+    settings += ["trainer.total_training_steps=3", "trainer.save_at_end=false", "trainer.resume_mode=disable"]
     train([*settings, *variant.overrides], folder / f"{name}.json")
 
 
@@ -190,15 +177,9 @@ def shortened(text: str) -> str:
 def figures(steps: list[dict[str, float]]) -> dict[str, float]:
     """Of the last step: seconds, log-prob gap and peak memory."""
     last = steps[-1]
-    names = {
-        "step_s": "timing_s/step",
-        "gen_s": "timing_s/gen",
-        "sync_s": "timing_s/sync_weights",
-        "update_s": "timing_s/update_actor",
-        "sync_bytes": "weight_sync/bytes",
-        "peak_gib": "perf/max_memory_allocated_gb",
-        "mismatch": "moe/routing_mismatch",
-    }
+    names = {"step_s": "timing_s/step", "gen_s": "timing_s/gen", "sync_s": "timing_s/sync_weights"}
+    names |= {"update_s": "timing_s/update_actor", "sync_bytes": "weight_sync/bytes"}
+    names |= {"peak_gib": "perf/max_memory_allocated_gb", "mismatch": "moe/routing_mismatch"}
     gaps = {
         "gap_mean": max(step["rollout/logprob_gap_mean"] for step in steps),
         "gap_max": max(step["rollout/logprob_gap_max"] for step in steps),

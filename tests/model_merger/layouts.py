@@ -25,40 +25,14 @@ from verl.engines.torch_engine import TorchEngine
 from verl.single_controller.worker import free_port
 
 # 37 rows do not divide by 2 or 4
-QWEN = Qwen2Config(
-    vocab_size=37,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-)
-
+COMMON = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+COMMON |= {"num_attention_heads": 2, "max_position_embeddings": 64}
+QWEN = Qwen2Config(**COMMON, num_key_value_heads=1, tie_word_embeddings=True)
 # experts, which transformers keeps in one tensor in memory; a persistent buffer (the correction of the router)
-DEEPSEEK = DeepseekV3Config(
-    vocab_size=37,
-    hidden_size=16,
-    intermediate_size=24,
-    moe_intermediate_size=8,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    n_group=1,
-    topk_group=1,
-    n_shared_experts=1,
-    first_k_dense_replace=1,
-    q_lora_rank=8,
-    kv_lora_rank=8,
-    qk_rope_head_dim=4,
-    qk_nope_head_dim=4,
-    v_head_dim=8,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-)
+EXPERTS = {"moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+EXPERTS |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8}
+EXPERTS |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 2}
+DEEPSEEK = DeepseekV3Config(**COMMON, **EXPERTS, tie_word_embeddings=False)
 
 
 def make_models(root: Path) -> None:

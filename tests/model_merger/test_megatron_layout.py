@@ -10,15 +10,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qw
 from verl.model_merger.__main__ import main
 
 LAYERS, HEADS, GROUPS, SIZE, EXPERTS = 2, 4, 2, 8, 4
-COMMON = {
-    "vocab_size": 33,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": GROUPS,
-    "max_position_embeddings": 64,
-}
+COMMON = {"vocab_size": 33, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS}
+COMMON |= {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "max_position_embeddings": 64}
 CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**COMMON, tie_word_embeddings=True),
     "qwen3_moe": Qwen3MoeConfig(

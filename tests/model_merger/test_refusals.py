@@ -138,32 +138,16 @@ CHANGED = {
     "replicas": ("hsdp", 3, bump_norm, r"norm.weight differs between \S+_4_rank_1.pt and \S+_4_rank_3.pt"),
     "steps": ("moe rows", 1, lambda s: s | {GATE: s[GATE] + 1}, rf"{GATE} differs .*rank_1.pt.*not from the same step"),
     "names": ("rows", 1, without("norm"), r"rank_1.pt and \S+_2_rank_0.pt contain different tensors.*layernorm"),
-    "missing": (
-        "one rank",
-        0,
-        without("q_proj.weight"),
-        r"do not match Qwen2ForCausalLM .*missing: \S+0.self_attn.q_proj",
-    ),
-    "shape": (
-        "one rank",
-        0,
-        lambda s: s | {"model.norm.weight": torch.ones(5)},
-        r"model.norm.weight: expected shape \(16,\), found \(5,\)",
-    ),
+    "missing": ("one rank", 0, without("q_proj.weight"),
+     r"do not match Qwen2ForCausalLM .*missing: \S+0.self_attn.q_proj"),
+    "shape": ("one rank", 0, lambda s: s | {"model.norm.weight": torch.ones(5)},
+     r"model.norm.weight: expected shape \(16,\), found \(5,\)"),
     "unknown": ("one rank", 0, lambda s: s | {"v_head.weight": torch.ones(1, 16)}, r"not in the model: v_head.weight"),
-    "nan": (
-        "one rank",
-        0,
-        lambda s: s | {"model.norm.weight": torch.full((16,), torch.nan)},
-        r"model.norm.weight contains NaN or infinite values",
-    ),
-    "tied": (
-        "one rank",
-        0,
-        lambda s: s | {"lm_head.weight": s["lm_head.weight"] + 1},
-        r"lm_head.weight and model.embed_tokens.weight differ, but config.json ties them",
-    ),
-}
+    "nan": ("one rank", 0, lambda s: s | {"model.norm.weight": torch.full((16,), torch.nan)},
+     r"model.norm.weight contains NaN or infinite values"),
+    "tied": ("one rank", 0, lambda s: s | {"lm_head.weight": s["lm_head.weight"] + 1},
+     r"lm_head.weight and model.embed_tokens.weight differ, but config.json ties them"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGED)

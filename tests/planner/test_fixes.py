@@ -51,33 +51,20 @@ def too_large(tmp_path) -> list[str]:
     """The overrides of a step with 128 sequences of 128 tokens in one micro-batch: 1.5 GiB of activations."""
     make_tiny(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=192,
-        intermediate_size=768,
-        num_hidden_layers=6,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        tie_word_embeddings=True,
-        max_position_embeddings=256,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sizes = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 6, "max_position_embeddings": 256}
+    sizes |= {"num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": True}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Qwen2Config(vocab_size=len(tokenizer), **sizes, **ends)
     Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
-    return [
-        *run_settings(tmp_path, tmp_path / "run"),
-        "algorithm.adv_estimator=grpo",
-        "data.train_batch_size=16",
-        "data.max_response_length=120",
-        "actor_rollout_ref.rollout.n=8",
-        "actor_rollout_ref.rollout.ignore_eos=true",
-        f"{ACTOR}ppo_mini_batch_size=16",
-        f"{ACTOR}use_dynamic_bsz=true",
+    chosen = ["algorithm.adv_estimator=grpo", "data.train_batch_size=16", "data.max_response_length=120"]
+    chosen += ["actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.ignore_eos=true", "trainer.device=cpu"]
+    chosen += [f"{ACTOR}ppo_mini_batch_size=16", f"{ACTOR}use_dynamic_bsz=true"]
+    chosen += [
         f"{ACTOR}ppo_max_token_len_per_gpu=65536",
         "trainer.total_training_steps=1",
         "trainer.resume_mode=disable",
-        "trainer.device=cpu",
     ]
+    return [*run_settings(tmp_path, tmp_path / "run"), *chosen]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.trainer.runs import fit
 from verl.algorithms.preference import dpo_loss
 from verl.config import load_config
 from verl.data.sequences import build_sequences
@@ -13,7 +14,6 @@ from verl.protocol import DataProto
 from verl.recipe.dpo import DPOTrainer
 from verl.recipe.dpo.flow import pairs
 from verl.recipe.dpo.worker import DPOActorWorker, DPOConfig, sequence_weights
-from verl.trainer.base import StepReport
 from verl.trainer.ppo.operators import Update, UpdatePlan
 
 
@@ -72,23 +72,11 @@ def test_a_mini_batch_of_ties_only_changes_nothing():
 
 def updated(tiny, *overrides: str) -> torch.Tensor:
     """The weights after one update on four pairs."""
-    config = load_config(
-        overrides=[
-            f"actor_rollout_ref.model.path={tiny / 'model'}",
-            "actor_rollout_ref.actor.optim.lr=1e-2",
-            *overrides,
-        ],
-        schema=DPOConfig,
-    )
-    worker = DPOActorWorker(
-        config.actor_rollout_ref,
-        correction=config.algorithm.rollout_correction,
-        device="cpu",
-        total_training_steps=1,
-        pad_token_id=0,
-        stop_token_ids=(2,),
-        dpo=config.dpo,
-    )
+    given = [f"actor_rollout_ref.model.path={tiny / 'model'}", "actor_rollout_ref.actor.optim.lr=1e-2", *overrides]
+    config = load_config(overrides=given, schema=DPOConfig)
+    more = {"correction": config.algorithm.rollout_correction, "dpo": config.dpo, "total_training_steps": 1}
+    more |= {"device": "cpu", "pad_token_id": 0, "stop_token_ids": (2,)}
+    worker = DPOActorWorker(config.actor_rollout_ref, **more)
     answers = [[3 + i] * (1 + i % 4) for i in range(8)]
     batch = DataProto(build_sequences([[7, 8]] * 8, answers, 0))
     _, rows = rows_by_hand()
@@ -141,12 +129,9 @@ FLOW = "prompts repeat gen sleep_rollout reward pairs ref update_actor sync_weig
 
 
 def test_two_steps(settings):
-    reports: list[StepReport] = []
     chosen = [*settings, "actor_rollout_ref.rollout.n=3", "trainer.total_training_steps=2", "trainer.test_freq=2"]
-    trainer = DPOTrainer(overrides=chosen)
+    trainer, reports = fit(chosen, DPOTrainer)
     assert [op.name for op in trainer.pipeline.operators] == FLOW.split()
-    trainer.on_step.append(reports.append)
-    trainer.fit()
     assert len(reports) == 2 and all(len(report.batch) == 8 for report in reports)
     # mini-batches of 2 of the 4 pairs: the first sees the policy at the reference, ln 2; the second no longer
     assert reports[0].metrics["dpo/loss"] == pytest.approx(0.693, abs=0.01)
@@ -158,12 +143,9 @@ def test_two_steps(settings):
 def test_two_processes_give_the_numbers_of_one(settings):
     found = []
     for processes in (1, 2):
-        reports: list[StepReport] = []
         chosen = [*settings, f"trainer.n_gpus_per_node={processes}", "trainer.total_training_steps=2"]
         chosen += ["actor_rollout_ref.actor.optim.lr=1e-5"]  # steps of AdamW amplify the rounding of sums
-        trainer = DPOTrainer(overrides=chosen)
-        trainer.on_step.append(reports.append)
-        trainer.fit()
+        _, reports = fit(chosen, DPOTrainer)
         found.append([report.metrics[name] for report in reports for name in ("dpo/loss", "actor/grad_norm")])
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.trainer.conftest import make_tiny, run_settings
+from tests.trainer.runs import fit
 from verl.algorithms.preference import dpo_loss
 from verl.protocol import DataProto
 from verl.recipe.dpo import DPOTrainer
@@ -60,12 +61,9 @@ def test_the_rows_of_a_batch_by_hand(tiny):
 def test_the_loss_of_a_step_is_that_of_transformers(tiny, settings):
     """The second step, when the policy is no longer the reference: its first update's loss from two plain models."""
     chosen = [*settings, "actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.save_freq=1"]
-    trainer = DPOTrainer(overrides=[*chosen, "trainer.total_training_steps=2", "dpo.beta=0.4"])
+    trainer, reports = fit([*chosen, "trainer.total_training_steps=2", "dpo.beta=0.4"], DPOTrainer)
     names = [op.name for op in trainer.pipeline.operators]
     assert names == ["prompts", "repeat", "responses", "pairs", "ref", "update_actor"]
-    reports = []
-    trainer.on_step.append(reports.append)
-    trainer.fit()
     folder = trainer.checkpoints.latest().parent / "global_step_1" / "actor" / "huggingface"
     rows = reports[1].batch.tensors
 
@@ -85,11 +83,8 @@ def test_the_loss_of_a_step_is_that_of_transformers(tiny, settings):
 
 
 def test_it_learns_the_preference(settings):
-    losses = []
-    trainer = DPOTrainer(overrides=[*settings, "trainer.total_training_steps=12", "dpo.beta=0.5"])
-    trainer.on_step.append(lambda report: losses.append(report.metrics["dpo/loss"]))
-    trainer.fit()
-    assert losses[0] > 0.5 and losses[-1] < 0.1
+    _, reports = fit([*settings, "trainer.total_training_steps=12", "dpo.beta=0.5"], DPOTrainer)
+    assert reports[0].metrics["dpo/loss"] > 0.5 and reports[-1].metrics["dpo/loss"] < 0.1
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from tests.trainer.conftest import make_tiny, run_settings
-from tests.trainer.runs import metrics_of
+from tests.trainer.runs import fit, metrics_of
 from verl.config import load_config
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
 from verl.recipe.prime import PRIMETrainer
 from verl.recipe.prime.flow import PromptFilter
 from verl.recipe.prime.worker import ImplicitPRMWorker, PrimeConfig, PromptFilterConfig
-from verl.trainer.base import StepReport
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +84,8 @@ FLOW = (
     ("order", "first", "second"), [("before", "update_prm", "prm"), ("after", "prm", "update_prm")]
 )
 def test_both_update_orders(order, first, second, settings):
-    reports: list[StepReport] = []
-    trainer = PRIMETrainer(overrides=[*settings, f"prime.update={order}", "trainer.total_training_steps=2"])
+    trainer, reports = fit([*settings, f"prime.update={order}", "trainer.total_training_steps=2"], PRIMETrainer)
     assert [op.name for op in trainer.pipeline.operators] == FLOW.format(first, second).split()
-    trainer.on_step.append(reports.append)
-    trainer.fit()
     scores = [report.batch.batch["rm_scores"].abs().max().item() for report in reports]
     # phi starts as the reference: before its first update it rewards nothing
     assert (scores[0] > 0) == (order == "before") and scores[1] > 0

@@ -2,10 +2,10 @@
 
 import pytest
 
+from tests.trainer.runs import fit
 from verl.recipe.dapo import DAPOTrainer
 from verl.recipe.dpo import DPOTrainer
 from verl.recipe.prime import PRIMETrainer
-from verl.trainer.base import StepReport
 
 _OVERLONG = "reward.reward_kwargs.overlong_buffer.len=4"
 RECIPES = {
@@ -17,17 +17,9 @@ REMOTE = ["trainer.n_gpus_per_node=2", "trainer.backend=ray", "trainer.device=cp
 
 
 def run(trainer_class: type, overrides: list[str]) -> list[list[float]]:
-    found: list[list[float]] = []
-    trainer = trainer_class(overrides=[*overrides, "trainer.total_training_steps=2", "trainer.resume_mode=disable"])
-
-    def record(report: StepReport) -> None:
-        found.append(
-            [report.metrics[name] for name in ("critic/score/mean", "response_length/mean", "actor/grad_norm")]
-        )
-
-    trainer.on_step.append(record)
-    trainer.fit()
-    return found
+    reports = fit([*overrides, "trainer.total_training_steps=2", "trainer.resume_mode=disable"], trainer_class)[1]
+    names = ("critic/score/mean", "response_length/mean", "actor/grad_norm")
+    return [[report.metrics[name] for name in names] for report in reports]
 
 
 @pytest.mark.slow

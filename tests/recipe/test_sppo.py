@@ -4,20 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from verl.trainer.base import StepReport
-from verl.trainer.local_trainer import LocalPPOTrainer
+from tests.trainer.runs import fit
 
 FILE = Path(__file__).parents[2] / "verl" / "recipe" / "sppo" / "sppo.yaml"
 
 
 def test_two_steps(settings):
-    reports: list[StepReport] = []
     small = ["actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.total_training_steps=2"]
-    trainer = LocalPPOTrainer(config_path=FILE, overrides=[*settings, *small])
+    trainer, reports = fit([*settings, *small], config_path=FILE)
     # the only update of a step has the old log-probs itself
     assert [op.name for op in trainer.pipeline.operators][-4:] == ["reward", "adv", "update_actor", "sync_weights"]
-    trainer.on_step.append(reports.append)
-    trainer.fit()
     # one update a step, which sees a log-ratio of 0: the loss is the mean of (eta a)^2
     advantages = reports[0].batch.batch["advantages"][:, 0]
     assert reports[0].metrics["actor/pg_loss"] == pytest.approx((advantages**2).mean().item(), rel=1e-3)

@@ -129,20 +129,8 @@ def test_chosen_letters(text, letter):
     assert extract_choice(text) == letter
 
 
-FRAGMENTS = [
-    "answer is ",
-    "answer: 1 ",
-    "\\boxed{",
-    "{",
-    "(",
-    "1,",
-    "\\frac{",
-    "a_",
-    "<think>",
-    "<answer>",
-    "or ",
-    "= 1 ",
-]
+FRAGMENTS = ["answer is ", "answer: 1 ", "\\boxed{", "{", "(", "1,", "\\frac{", "a_", "<think>", "<answer>", "or "]
+FRAGMENTS += ["= 1 "]
 FRAGMENTS += ["#### ", "$", "\\text{", "not 1 but ", "1 and ", "A or ", "(A) ", "x<", "1:", '"', "\\begin{pmatrix}"]
 
 

@@ -121,12 +121,9 @@ def test_whatever_an_async_function_raises_is_the_outcome_of_its_sample(timeout)
 def test_calls_that_share_a_message_have_their_own_limits_and_failures(tmp_path, monkeypatch, capsys):
     """400 calls in a few messages. Each call runs once, whatever the others of its message do."""
     names = [str(x) for x in range(400)]
-    failures = {
-        30: ("exit", "ended its process, which exited with status 7"),
-        31: ("segfault", "ended its process, which was killed by SIGSEGV"),
-        60: ("hang", "did not end within 0.8 s"),
-        200: ("raise", "raised KeyError: 'raise'"),
-    }
+    failures = {30: ("exit", "ended its process, which exited with status 7")}
+    failures |= {31: ("segfault", "ended its process, which was killed by SIGSEGV")}
+    failures |= {60: ("hang", "did not end within 0.8 s"), 200: ("raise", "raised KeyError: 'raise'")}
     for position, (name, _) in failures.items():
         names[position] = name
     names[100], names[300:305] = "fork", ["slow"] * 5  # 1.5 s together

@@ -123,19 +123,12 @@ def test_all_managers_agree(tokenizer):
 
 # ---- failing functions ----------------------------------------------------------------------------------------------
 
-NOT_SCORES = [
-    (None, "returned None"),
-    (float("nan"), "returned nan"),
-    (float("inf"), "returned inf"),
-    (10**400, "returned inf"),
-    ("1.0", "returned str '1.0'"),
-    ([1.0], "returned list"),
-    (1j, "returned complex"),
-    (np.array([1.0]), r"returned an array of shape \(1,\)"),
-    (torch.zeros(2, 3), r"returned an array of shape \(2, 3\)"),
-    ({"acc": 1}, "a dict without \"score\": it has 'acc'"),
-    ({"score": None}, 'a dict whose "score" is None'),
-]
+NOT_SCORES = [(None, "returned None"), (float("nan"), "returned nan"), (float("inf"), "returned inf")]
+NOT_SCORES += [(10**400, "returned inf"), ("1.0", "returned str '1.0'"), ([1.0], "returned list")]
+NOT_SCORES += [(1j, "returned complex"), (np.array([1.0]), r"returned an array of shape \(1,\)")]
+NOT_SCORES += [(torch.zeros(2, 3), r"returned an array of shape \(2, 3\)")]
+NOT_SCORES += [({"acc": 1}, "a dict without \"score\": it has 'acc'")]
+NOT_SCORES += [({"score": None}, 'a dict whose "score" is None')]
 SCORES = [True, 1, 1.0, np.float32(1), np.int64(1), np.bool_(True), np.array(1.0), torch.tensor(1.0), {"score": True}]
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from examples.quickstart.tiny_model import tiny_model
 from tests.trainer.conftest import make_tiny
+from tests.trainer.runs import fit
 from verl.trainer.base import StepReport
-from verl.trainer.local_trainer import LocalPPOTrainer
 
 
 def model_folder(folder: Path, **models: tuple[str, str | None]) -> Path:
@@ -19,11 +19,7 @@ def model_folder(folder: Path, **models: tuple[str, str | None]) -> Path:
 
 def grpo_reports(*settings: str) -> list[StepReport]:
     """The reports of all steps of a run of GRPO."""
-    reports: list[StepReport] = []
-    trainer = LocalPPOTrainer(overrides=["algorithm.name=grpo", *settings])
-    trainer.on_step.append(reports.append)
-    trainer.fit()
-    return reports
+    return fit(["algorithm.name=grpo", *settings])[1]
 
 
 def check_files(reports: Sequence[StepReport], folder: Path) -> None:

@@ -49,25 +49,11 @@ STEPPING = ("native", "vllm", "sglang")  # engines that admit and abort requests
 PUSHED_BETWEEN_STEPS = ("vllm", "sglang")  # engines that receive weights while requests are running
 VOCAB = 53
 #: heads of 64 and rows of multiples of 16 bytes, which fused kernels of GPUs need
-SHAPE = dict(
-    vocab_size=VOCAB,
-    hidden_size=256,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-)
+SHAPE = dict(vocab_size=VOCAB, hidden_size=256, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=512)
 #: of the model's folder: no engine may read it, the request says how it is sampled
-DEFAULTS = {
-    "do_sample": True,
-    "repetition_penalty": 3.0,
-    "temperature": 0.3,
-    "top_k": 2,
-    "top_p": 0.5,
-    "eos_token_id": [*range(0, VOCAB, 4)],
-    "max_new_tokens": 3,
-}
+DEFAULTS = {"do_sample": True, "repetition_penalty": 3.0, "temperature": 0.3, "top_k": 2, "top_p": 0.5}
+DEFAULTS |= {"eos_token_id": [*range(0, VOCAB, 4)], "max_new_tokens": 3}
 #: config, and the keys in which it differs from SHAPE
 FAMILIES = {
     "qwen2": (Qwen2Config, dict(tie_word_embeddings=True)),

@@ -14,18 +14,8 @@ from verl.rollout.base import RolloutEngine
 from verl.rollout.request import Completion, Request, SamplingParams, make_requests
 from verl.rollout.stop_strings import StopStrings
 
-SHAPE = dict(
-    vocab_size=53,
-    hidden_size=128,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_experts_per_tok=2,
-    max_position_embeddings=256,
-    eos_token_id=None,
-    bos_token_id=None,
-    pad_token_id=0,
-)
+SHAPE = dict(vocab_size=53, hidden_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+SHAPE |= dict(num_experts_per_tok=2, max_position_embeddings=256, eos_token_id=None, bos_token_id=None, pad_token_id=0)
 QWEN3 = dict(num_experts=8, moe_intermediate_size=64, head_dim=64)
 MIXTURES = {
     "qwen3_moe": (Qwen3MoeConfig, QWEN3),

@@ -23,15 +23,8 @@ from verl.rollout.stop_strings import StopStrings
 from verl.utils.coroutines import run_coroutine
 
 VOCAB = 29
-SHAPE = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=96,
-)
+SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=96)
 STOP = StopStrings(("ab", "xyz", "q"), lambda ids: "".join(chr(97 + i % 26) for i in ids))
 
 

@@ -286,16 +286,12 @@ def test_a_push_changes_what_is_generated(restored):
 
 BROKEN = {
     "missing": (lambda weights: weights[1:], r"1 are missing, first \['model\."),
-    "unknown": (
-        lambda weights: [*weights, ("model.layers.9.mlp.up_proj.weight", weights[0][1])],
-        "parameter 'model.layers.9.mlp.up_proj.weight' is unknown or was sent twice",
-    ),
+    "unknown": (lambda weights: [*weights, ("model.layers.9.mlp.up_proj.weight", weights[0][1])],
+     "parameter 'model.layers.9.mlp.up_proj.weight' is unknown or was sent twice"),
     "twice": (lambda weights: [*weights, weights[-1]], r"parameter '\S+' is unknown or was sent twice"),
-    "shape": (
-        lambda weights: [(weights[0][0], weights[0][1][:-1]), *weights[1:]],
-        r"model\..* has shape \(.*\), expected \(",
-    ),
-}
+    "shape": (lambda weights: [(weights[0][0], weights[0][1][:-1]), *weights[1:]],
+     r"model\..* has shape \(.*\), expected \("),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", BROKEN)

@@ -9,36 +9,15 @@ from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import FAMILIES, read_decoder
 from verl.rollout.request import Completion, Request, SamplingParams, make_requests
 
-SHAPE = dict(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=0,
-)
+SHAPE = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
+SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=None, pad_token_id=0)
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "rope_theta": 10000.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0 + 0.1 * i for i in range(4)],
-    "long_factor": [2.0 + 0.3 * i for i in range(4)],
-    "original_max_position_embeddings": 48,
-    "factor": 64 / 48,
-}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + 0.1 * i for i in range(4)]}
+LONGROPE |= {"long_factor": [2.0 + 0.3 * i for i in range(4)], "original_max_position_embeddings": 48}
+LONGROPE |= {"factor": 64 / 48}
 CASES = {
     "llama": ("llama", dict(attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3)),
     "llama-mha": ("llama", dict(num_key_value_heads=4, head_dim=12, tie_word_embeddings=True)),

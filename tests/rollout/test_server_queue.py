@@ -11,9 +11,7 @@ import pytest
 from examples.quickstart.tiny_model import tiny_model
 from verl.cli.serve import load
 from verl.server.app import LARGE_BODY, LARGE_THREADS, make_app
-from verl.server.episodes import comparable
 from verl.server.http import ServerThread
-from verl.server.protocol import ApiError, read_call
 from verl.server.service import EngineLoop, ServedModel
 
 HEADERS = {"Authorization": "Bearer secret"}
@@ -71,20 +69,3 @@ def test_a_large_prompt_is_answered_as_a_small_one(server):
     assert found.status_code == 400 and found.json()["error"]["code"] == "context_length_exceeded"
     refused = httpx.post(f"{server.url}/v1/chat/completions", json=body | {"n": "x"}, headers=HEADERS, timeout=60)
     assert refused.status_code == 400
-
-
-def test_a_call_has_at_most_128_choices_and_128_prompts():
-    assert read_call(True, {**SMALL, "n": 128}).n == 128
-    assert len(read_call(False, {"model": "tiny", "prompt": ["a"] * 128}).prompts) == 128
-    with pytest.raises(ApiError, match=r"n: .* less than or equal to 128, found 129"):
-        read_call(True, {**SMALL, "n": 129})
-    with pytest.raises(ApiError, match="prompt: expected at most 128 prompts, found 129"):
-        read_call(False, {"model": "tiny", "prompt": ["a"] * 129})
-
-
-@pytest.mark.parametrize("arguments", ["9" * 5000, "[" * 5000 + "]" * 5000], ids=["digits", "depth"])
-def test_arguments_that_json_does_not_read_remain_text(arguments):
-    calls = [{"function": {"name": "f", "arguments": arguments}}]
-    call = read_call(True, {**SMALL, "messages": [{"role": "assistant", "tool_calls": calls}]})
-    assert call.messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
-    assert comparable(call.messages[0])["tool_calls"] == [("f", arguments)]

@@ -231,16 +231,12 @@ def test_the_other_ranks_take_the_steps_of_the_first():
     [
         ({}, {"pass_config": {"fuse_allreduce_rms": False}}),
         ({"compilation_config": 1}, {"mode": 1, "pass_config": {"fuse_allreduce_rms": False}}),
-        (
-            {"compilation_config": {"mode": 3, "pass_config": {"enable_sp": True}}},
-            {"mode": 3, "pass_config": {"enable_sp": True, "fuse_allreduce_rms": False}},
-        ),
-        (
-            {"compilation_config": {"pass_config": {"fuse_allreduce_rms": True}}},
-            {"pass_config": {"fuse_allreduce_rms": True}},
-        ),
+        ({"compilation_config": {"mode": 3, "pass_config": {"enable_sp": True}}},
+         {"mode": 3, "pass_config": {"enable_sp": True, "fuse_allreduce_rms": False}}),
+        ({"compilation_config": {"pass_config": {"fuse_allreduce_rms": True}}},
+         {"pass_config": {"fuse_allreduce_rms": True}}),
     ],
-)
+)  # fmt: skip
 def test_all_reduces_of_tensor_parallelism_are_those_of_nccl(given, expected, monkeypatch):
     hf_config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
     kwargs = schema.EngineKwargs(vllm=given)

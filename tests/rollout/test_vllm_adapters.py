@@ -113,13 +113,8 @@ def tiny(tmp_path_factory):
 
 def run(tiny, folder, steps: int, *more: str) -> list:
     """The reports of a run of GRPO with LoRA."""
-    settings = [
-        f"{MODEL}.lora_rank=4",
-        "actor_rollout_ref.actor.optim.lr=1e-2",
-        f"{ROLLOUT}.name=vllm",
-        f"{ROLLOUT}.check_every=1",
-        f"trainer.total_training_steps={steps}",
-    ]
+    settings = [f"{MODEL}.lora_rank=4", "actor_rollout_ref.actor.optim.lr=1e-2", f"{ROLLOUT}.name=vllm"]
+    settings += [f"{ROLLOUT}.check_every=1", f"trainer.total_training_steps={steps}"]
     return grpo_reports(*run_settings(tiny, folder), *settings, *more)
 
 

@@ -232,14 +232,8 @@ def test_experts_that_vllm_reports(mixture, monkeypatch):
 def test_experts_of_two_ranks(tmp_path):
     """Each rank has a part of every expert: FSDP2 on 2 -> tensor parallelism of 2, with canary responses."""
     tiny, rollout = model_folder(tmp_path, moe=("mixtral", "small")), "actor_rollout_ref.rollout"
-    chosen = [
-        f"actor_rollout_ref.model.path={tmp_path / 'moe'}",
-        "trainer.n_gpus_per_node=2",
-        f"{rollout}.name=vllm",
-        f"{rollout}.tensor_model_parallel_size=2",
-        f"{rollout}.check_every=1",
-        "trainer.total_training_steps=2",
-    ]
+    chosen = [f"actor_rollout_ref.model.path={tmp_path / 'moe'}", "trainer.n_gpus_per_node=2", f"{rollout}.name=vllm"]
+    chosen += [f"{rollout}.tensor_model_parallel_size=2", f"{rollout}.check_every=1", "trainer.total_training_steps=2"]
     found = grpo_reports(*run_settings(tiny, tmp_path / "run"), *chosen)
     assert [report.batch.batch["weight_version"].unique().tolist() for report in found] == [[0], [1]]
     for report in found:

@@ -33,17 +33,10 @@ ENV = RolloutEnv(0, 1, 0, CPU, 0, torch.float32)
 
 VOCABULARY = 40_001  # more rows than a digit can number
 ATTENTION = "model.layers.0.self_attn."
-SHAPES = {
-    "model.embed_tokens.weight": (VOCABULARY, 4),
-    ATTENTION + "q_proj.weight": (8, 4),
-    ATTENTION + "k_proj.weight": (2, 4),
-    ATTENTION + "v_proj.weight": (2, 4),
-    ATTENTION + "q_proj.bias": (8,),
-    ATTENTION + "k_proj.bias": (2,),
-    ATTENTION + "v_proj.bias": (2,),
-    ATTENTION + "o_proj.weight": (4, 8),
-    "model.norm.weight": (4,),
-}
+SHAPES = {"model.embed_tokens.weight": (VOCABULARY, 4), ATTENTION + "q_proj.weight": (8, 4)}
+SHAPES |= {ATTENTION + "k_proj.weight": (2, 4), ATTENTION + "v_proj.weight": (2, 4), ATTENTION + "q_proj.bias": (8,)}
+SHAPES |= {ATTENTION + "k_proj.bias": (2,), ATTENTION + "v_proj.bias": (2,), ATTENTION + "o_proj.weight": (4, 8)}
+SHAPES |= {"model.norm.weight": (4,)}
 
 
 class Layers(torch.nn.Module):
@@ -55,13 +48,8 @@ class Layers(torch.nn.Module):
     def __init__(self, rank: int, spoil=None):
         super().__init__()
         self.rank, self.spoil = rank, spoil or (lambda model, name: None)
-        sizes = {
-            "model.embed_tokens.weight": (20_032, 4),
-            ATTENTION + "qkv_proj.weight": (8, 4),
-            ATTENTION + "qkv_proj.bias": (8,),
-            ATTENTION + "o_proj.weight": (4, 4),
-            "model.norm.weight": (4,),
-        }
+        sizes = {"model.embed_tokens.weight": (20_032, 4), ATTENTION + "qkv_proj.weight": (8, 4)}
+        sizes |= {ATTENTION + "qkv_proj.bias": (8,), ATTENTION + "o_proj.weight": (4, 4), "model.norm.weight": (4,)}
         for name, shape in sizes.items():
             *path, kind = name.split(".")
             module = self
@@ -172,24 +160,19 @@ def repeat_k(parameter):
 
 SPOILED = {
     "a norm that is stored as weight + 1": (on("model.norm.weight", lambda p: p.add_(1)), "model.norm.weight"),
-    "a transposed matrix": (
-        lambda model, name: (
-            name.endswith("o_proj.weight") and model.get_parameter(name).copy_(model.get_parameter(name).T.clone())
-        ),
-        "o_proj.weight does not store",
-    ),
+    "a transposed matrix": (lambda model, name: (
+     name.endswith("o_proj.weight") and model.get_parameter(name).copy_(model.get_parameter(name).T.clone()) ),
+     "o_proj.weight does not store"),
     "rows that are not loaded": (on(ATTENTION + "qkv_proj.bias", lambda p: p[4:6].fill_(1)), "qkv_proj.bias"),
     "rows in two places": (on(ATTENTION + "qkv_proj.weight", repeat_k), r"rows of .*k_proj\.weight in several places"),
-    "padding that is not zero": (
-        on("model.embed_tokens.weight", lambda p: p[-1].fill_(2)),
-        r"embed_tokens\.weight has",
-    ),
+    "padding that is not zero": (on("model.embed_tokens.weight", lambda p: p[-1].fill_(2)),
+     r"embed_tokens\.weight has"),
     "scaled values": (on("model.embed_tokens.weight", lambda p: p.mul_(2)), "embed_tokens.weight"),
     "a buffer that is computed": (
         lambda model, name: model.scale.copy_(model.get_parameter("model.norm.weight").float().norm() + 3),
         "compute the buffer scale",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SPOILED)

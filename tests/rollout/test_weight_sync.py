@@ -24,14 +24,8 @@ from verl.weight_sync import (
     receive_collective,
 )
 
-CONFIG = LlamaConfig(
-    vocab_size=24,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    max_position_embeddings=64,
-)
+SIZES = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+CONFIG = LlamaConfig(**SIZES, num_attention_heads=4, max_position_embeddings=64)
 PARAMS = SamplingParams(max_tokens=6, stop_token_ids=(0,), seed=3)
 REQUESTS = make_requests([[1, 2], [3]], PARAMS)
 CPU = torch.device("cpu")

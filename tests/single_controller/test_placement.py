@@ -40,29 +40,21 @@ def test_devices_of_several_nodes():
 @pytest.mark.parametrize(
     "placement, message",
     [
-        (
-            {"actor_devices": [0, 4]},
-            r"placement.actor_devices: expected distinct numbers from 0 to 3 .*, found \[0, 4\]: use "
-            r"trainer.n_gpus_per_node=5, which counts the processes of all roles$",
-        ),
+        ({"actor_devices": [0, 4]},
+         r"placement.actor_devices: expected distinct numbers from 0 to 3 .*, found \[0, 4\]: use "
+         r"trainer.n_gpus_per_node=5, which counts the processes of all roles$"),
         ({"actor_devices": [1, 1]}, r"found \[1, 1\]"),
         ({"actor_devices": []}, r"found \[\]"),
-        (
-            {"actor_devices": [0, 1], "critic_devices": [1, 2]},
-            r"placement: critic_devices=\[1, 2\] and actor_devices=\[0, 1\] overlap in \[1\]: give these roles the",
-        ),
-        (
-            {"critic_devices": [3]},
-            r"critic_devices=\[3\] and actor_devices=\[0, 1, 2, 3\] \(not set: all of them\) overlap",
-        ),
-        (
-            {"critic_devices": [4]},
-            r"0 to 3 \(trainer.nnodes=1 x trainer.n_gpus_per_node=4\), found \[4\]: use trainer.n_gpus_per_node=5, "
-            r"which counts the processes of all roles, and placement.actor_devices=\[0, 1, 2, 3\]$",
-        ),
+        ({"actor_devices": [0, 1], "critic_devices": [1, 2]},
+         r"placement: critic_devices=\[1, 2\] and actor_devices=\[0, 1\] overlap in \[1\]: give these roles the"),
+        ({"critic_devices": [3]},
+         r"critic_devices=\[3\] and actor_devices=\[0, 1, 2, 3\] \(not set: all of them\) overlap"),
+        ({"critic_devices": [4]},
+         r"0 to 3 \(trainer.nnodes=1 x trainer.n_gpus_per_node=4\), found \[4\]: use trainer.n_gpus_per_node=5, "
+         r"which counts the processes of all roles, and placement.actor_devices=\[0, 1, 2, 3\]$"),
         ({"critc_devices": [3]}, "no role 'critc': did you mean 'critic'"),
     ],
-)
+)  # fmt: skip
 def test_impossible_placements_are_refused(placement, message):
     with pytest.raises(ValueError, match=message):
         place_roles(ROLES, placement, nnodes=1, devices_per_node=4)

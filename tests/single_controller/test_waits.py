@@ -116,25 +116,17 @@ def test_a_rank_is_lost_once_it_has_been_stopped_for_the_minimum_without_a_pause
     ("states", "stacks", "culprit", "words"),
     [
         ([state(0), state(1, psutil.STATUS_STOPPED, 31.0)], {}, 1, "is stopped: SIGSTOP"),
-        (
-            [state(0), state(1, psutil.STATUS_RUNNING, 40.0)],
-            {},
-            1,
-            "rank 1 (process 101) is running, no heartbeat for 40 s",
-        ),
+        ([state(0), state(1, psutil.STATUS_RUNNING, 40.0)], {}, 1,
+         "rank 1 (process 101) is running, no heartbeat for 40 s"),
         ([state(0, psutil.STATUS_ZOMBIE), state(1)], {}, 0, "has ended and is a zombie"),
         ([state(0), state(1, psutil.STATUS_DISK_SLEEP)], {}, 1, "waits for a disk, a network file system or a device"),
-        (
-            [state(0), state(1, None, 40.0)],
-            {},
-            1,
-            "unknown state, since its host does not respond, no heartbeat for 40 s",
-        ),
+        ([state(0), state(1, None, 40.0)], {}, 1,
+         "unknown state, since its host does not respond, no heartbeat for 40 s"),
         ([state(0), state(1)], {0: COLLECTIVE, 1: ELSEWHERE}, 1, "in spin (/x/my_loss.py:7) while ranks [0] wait"),
         ([state(0), state(1)], {0: ELSEWHERE, 1: COLLECTIVE}, 0, "in spin (/x/my_loss.py:7) while ranks [1] wait"),
         ([state(0), state(1)], {0: COLLECTIVE, 1: COLLECTIVE}, 0, "ranks [0, 1] wait in a collective operation"),
     ],
-)
+)  # fmt: skip
 def test_the_rank_that_the_others_wait_for(states, stacks, culprit, words):
     error = timeout_error(states, stacks, "actor", "update", "no reply after 120 s")
     assert error.rank == culprit and words in error.message and "no reply after 120 s" in error.message

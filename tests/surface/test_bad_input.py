@@ -107,21 +107,15 @@ def test_as_a_process(unloadable, tmp_path):
         # a name that is misspelt; for others, test_early_refusals.py
         (["algorithm.name=grop"], "there is no algorithm 'grop': did you mean 'grpo'?"),
         # asked for, and not possible
-        (
-            ["trainer.val_only=true", "data.val_files=[]"],
-            "trainer.val_only=true requests validation, but data.val_files is empty",
-        ),
-        (
-            ["trainer.test_freq=5", "data.val_files=[]"],
-            "trainer.test_freq=5 requests validation, but data.val_files is empty",
-        ),
+        (["trainer.val_only=true", "data.val_files=[]"],
+         "trainer.val_only=true requests validation, but data.val_files is empty"),
+        (["trainer.test_freq=5", "data.val_files=[]"],
+         "trainer.test_freq=5 requests validation, but data.val_files is empty"),
         (["trainer.default_local_dir=pyproject.toml/run"], "pyproject.toml', which is a file"),
         (["trainer.default_local_dir=/proc/run"], "expected a writable folder, found '/proc'"),
         (["trainer.n_gpus_per_node=2", "placement.actor_devices=[0,5]"], "expected distinct numbers from 0 to 1"),
-        (
-            ["trainer.n_gpus_per_node=2", "placement.rollout_devices=[1]", ROLLOUT + "deterministic=true"],
-            "found [1], but rollout.deterministic=true generates with the actor's forward pass",
-        ),
+        (["trainer.n_gpus_per_node=2", "placement.rollout_devices=[1]", ROLLOUT + "deterministic=true"],
+         "found [1], but rollout.deterministic=true generates with the actor's forward pass"),
         (["placement.critic_devices=[0]"], "placement.critic_devices: this run has no role 'critic'"),
         # files and folders that are not there
         (["data.train_files=nowhere.parquet"], "data.train_files (override 'data.train_files=nowhere.parquet'): there"),
@@ -129,7 +123,7 @@ def test_as_a_process(unloadable, tmp_path):
         (["imports=[no.such.module]"], "no module 'no.such.module'"),
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=nowhere"], "there is no folder 'nowhere'"),
     ],
-)
+)  # fmt: skip
 def test_settings(complaint, overrides, message):
     assert message in complaint(*overrides)
 
@@ -181,18 +175,12 @@ RULE = ("reward.custom_reward_function.path=null", "reward.reward_function=accur
         ([ROW, {**ROW, "prompt": "abcdefgh="}], (), "1 of 2 prompts longer than 8 tokens; the first is "),
         ("", (), "rows.jsonl: the file has no rows"),
         ('{"prompt": "ab=", "answer": "ba"}\n{oops\n', (), "rows.jsonl, line 2: expected one JSON object per line: "),
-        (
-            [{"prompt": "ab="}],
-            RULE,
-            "no ground truth to score against, which the reward function accuracy_reward needs",
-        ),
-        (
-            [ROW] * 5,
-            ("data.max_prompt_length=2", "data.filter_overlong_prompts=true"),
-            "none of the 5 rows is usable; 5 of 5 prompts longer than 2 tokens, the shortest has 3: increase data",
-        ),
+        ([{"prompt": "ab="}], RULE,
+         "no ground truth to score against, which the reward function accuracy_reward needs"),
+        ([ROW] * 5, ("data.max_prompt_length=2", "data.filter_overlong_prompts=true"),
+         "none of the 5 rows is usable; 5 of 5 prompts longer than 2 tokens, the shortest has 3: increase data"),
     ],
-)
+)  # fmt: skip
 def test_rows(train, rows, overrides, message):
     assert message in train(rows, *overrides)
 

@@ -55,31 +55,21 @@ def likelihood(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode,
 
 
 def long_keys(settings: list[str]) -> list[str]:
-    """The settings as scripts often have them; the reward is left out."""
-    return [f"--{setting}" for setting in settings if "custom_reward_function" not in setting]
+    """The settings as scripts often have them; the reward of the fixture is left out."""
+    return [f"--{setting}" for setting in settings if not setting.startswith("reward.custom_reward_function")]
 
 
 def test_long_keys_several_files_and_a_custom_reward(tiny, settings, steps, tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
     files = [tiny / "train.jsonl", tiny / "test.jsonl"]  # 24 + 6 rows
-    (step,) = steps(
-        *long_keys(settings),
-        f"--data.train_files=[{files[0]},{files[1]}]",
-        "--data.train_batch_size=30",
-        "--actor_rollout_ref.actor.ppo_mini_batch_size=15",
-        "--actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
-        "--actor_rollout_ref.actor.clip_ratio=0.2",
-        "--actor_rollout_ref.rollout.temperature=0.9",
-        "--actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
-        "--algorithm.norm_adv_by_std_in_grpo=True",
-        "--trainer.nnodes=1",
-        "--trainer.n_gpus_per_node=1",
-        f"--custom_reward_function.path={tmp_path / 'reward.py'}",
-        "--custom_reward_function.name=compute_score",
-        "+custom_reward_function.reward_kwargs.bonus=0.25",
-        "--reward_model.reward_manager=naive",
-        "trainer.total_training_steps=1",
-    )
+    keys = [f"data.train_files=[{files[0]},{files[1]}]", "data.train_batch_size=30", "trainer.n_gpus_per_node=1"]
+    keys += [f"actor_rollout_ref.actor.{key}" for key in ("ppo_mini_batch_size=15", "clip_ratio=0.2")]
+    keys += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8", "actor_rollout_ref.rollout.temperature=0.9"]
+    keys += ["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8", "algorithm.norm_adv_by_std_in_grpo=True"]
+    keys += [f"custom_reward_function.path={tmp_path / 'reward.py'}", "custom_reward_function.name=compute_score"]
+    keys += ["reward_model.reward_manager=naive", "trainer.nnodes=1"]
+    bonus = "+custom_reward_function.reward_kwargs.bonus=0.25"
+    (step,) = steps(*long_keys([*settings, *keys]), bonus, "trainer.total_training_steps=1")
     assert step["critic/score/mean"] == step["critic/score/min"] == 0.25
     assert step["reward/acc"] == 0.0
 

@@ -81,21 +81,17 @@ REFUSED = {
     ],
     "rows_unreadable": [  # a reward may read the tokenizer
         (["reward.custom_reward_function.path=nowhere.py"], "no file 'nowhere.py'"),
-        (
-            ["reward.custom_reward_function.name=compute_scor"],
-            "defines no 'compute_scor': did you mean 'compute_score'?",
-        ),
-        (
-            ["reward.custom_reward_function.path=null", "reward.reward_function=gsm8"],
-            "no reward function is called 'gsm8': did you",
-        ),
+        (["reward.custom_reward_function.name=compute_scor"],
+         "defines no 'compute_scor': did you mean 'compute_score'?"),
+        (["reward.custom_reward_function.path=null", "reward.reward_function=gsm8"],
+         "no reward function is called 'gsm8': did you"),
         (["reward.reward_manager.name=naiv"], "no reward manager is called 'naiv': did you mean 'naive'?"),
     ],
     "tiny": [  # found by the trial of the reward
         (["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acuracy"], "return 'acuracy'"),
         (["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[reward,acuracy]"], "return 'acuracy'"),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

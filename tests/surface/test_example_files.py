@@ -14,9 +14,12 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "configs").glob("*.yaml")), ids=lambda path: path.name)
-def test_every_configuration_loads_and_can_run(path):
+def test_every_configuration_loads_and_can_run(path, monkeypatch):
     config = load_config(path, presets=PRESETS)
     assert config.data.train_files and config.actor_rollout_ref.model.path == "./models/policy"
+    monkeypatch.setenv("MODEL", "/models/m")
+    changed = load_config(path, presets=PRESETS).actor_rollout_ref.model.path
+    assert changed == ("/models/m" if "MODEL" in path.read_text() else "./models/policy")
 
 
 def test_the_short_forms_mean_what_they_say():

@@ -27,14 +27,8 @@ FLOW = {
         *("update_critic", "update_actor", "sync_weights"),
     ],
 }
-SHORT = [
-    "data.train_batch_size=4",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    "actor_rollout_ref.rollout.n=2",
-    "data.train_max_samples=40",
-    "data.val_max_samples=4",
-    "data.max_response_length=8",
-]
+SHORT = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=2"]
+SHORT += ["data.train_max_samples=40", "data.val_max_samples=4", "data.max_response_length=8"]
 
 
 def run(*command: object, **environment: object) -> str:

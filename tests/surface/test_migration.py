@@ -12,13 +12,8 @@ from tests.pages import ROOT, commands
 from verl.trainer.ppo_trainer import PPOTrainer
 
 FILES = Path(train.__file__).parent
-SMALL = [
-    "data.train_files=[train.jsonl]",
-    "data.train_batch_size=4",
-    "data.max_response_length=6",
-    "trainer.total_training_steps=1",
-    "trainer.val_before_train=false",
-]
+SMALL = ["data.train_files=[train.jsonl]", "data.train_batch_size=4", "data.max_response_length=6"]
+SMALL += ["trainer.total_training_steps=1", "trainer.val_before_train=false"]
 
 
 @pytest.fixture

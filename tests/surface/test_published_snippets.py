@@ -101,20 +101,6 @@ def phases(shown: str) -> list[str]:
     return re.findall(r"^\d\d:\d\d:\d\d \[(\w+)\] \d+\.\d\ds", shown, re.MULTILINE)
 
 
-def test_a_loop_in_under_ten_lines():
-    from verl import DataFlow, Operator
-
-    flow = DataFlow()
-    flow.add_operator(Operator("rollout", lambda: {"answer": [3, 4, 5]}))
-    flow.add_operator(Operator("reward", lambda batch: {"score": batch.non_tensor_batch["answer"] % 2}, writes="score"))
-    flow.add_operator(Operator("update", lambda batch: print(sum(batch.non_tensor_batch["score"]))))
-    pipeline = flow.compile()
-    for _ in range(2):
-        batch = pipeline.run()
-    assert list(batch.non_tensor_batch["score"]) == [1, 0, 1]
-    assert list(pipeline.timings) == ["rollout", "reward", "update"]
-
-
 def test_the_local_trainer_in_a_plain_script(workplace):
     (workplace / "config.yaml").write_text(LOCAL_CONFIG)
     (workplace / "main.py").write_text(LOCAL_SCRIPT)

@@ -42,20 +42,11 @@ def test_a_call_within_a_thought_is_not_a_call():
     assert arguments(parse("hermes", draft + '<tool_call>{"name": "b"}</tool_call>')[1]) == [("b", {})]
 
 
-CALLS = {
-    "hermes": '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
-    "qwen": "<tool_call>\n<function=rm>\n</function>\n</tool_call>",
-    "qwen3_coder": "<function=rm></function>",
-    "llama": '<|python_tag|>{"name": "rm", "parameters": {}}',
-    "llama3_json": '{"name": "rm", "parameters": {}}',
-}
-THOUGHTS = [
-    "<think>maybe CALL",
-    "<think>CALL</think>3",
-    "I plan CALL no.\n</think>\n\n3",
-    "CALL</think>",
-    "CALL [/THINK]",
-]
+CALLS = {"hermes": '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'}
+CALLS |= {"qwen": "<tool_call>\n<function=rm>\n</function>\n</tool_call>", "qwen3_coder": "<function=rm></function>"}
+CALLS |= {"llama": '<|python_tag|>{"name": "rm", "parameters": {}}', "llama3_json": '{"name": "rm", "parameters": {}}'}
+THOUGHTS = ["<think>maybe CALL", "<think>CALL</think>3", "I plan CALL no.\n</think>\n\n3", "CALL</think>"]
+THOUGHTS += ["CALL [/THINK]"]
 THOUGHTS += [
     "<think>a<think>b</think>CALL</think>",
     "[THINK]CALL[/THINK] 3",

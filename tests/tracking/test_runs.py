@@ -25,14 +25,9 @@ def make_run(folder, lr=1e-3, gain=0.01, **about):
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps(record) + "\n" for record in records) + '{"step": 31, "cri'
     )
-    config = {
-        "algorithm.name": "grpo",
-        "actor_rollout_ref.model.path": "/models/tiny",
-        "actor_rollout_ref.actor.optim.lr": lr,
-        "actor_rollout_ref.rollout.val_kwargs.do_sample": False,
-        "trainer.save_freq": int(gain * 1000),
-        "trainer.default_local_dir": str(folder),
-    }
+    config = {"algorithm.name": "grpo", "actor_rollout_ref.model.path": "/models/tiny"}
+    config |= {"actor_rollout_ref.actor.optim.lr": lr, "actor_rollout_ref.rollout.val_kwargs.do_sample": False}
+    config |= {"trainer.save_freq": int(gain * 1000), "trainer.default_local_dir": str(folder)}
     run = {"state": "finished", "total_steps": 30, "config": config, **about}
     (folder / "run.json").write_text(json.dumps(run))
     return folder

@@ -132,19 +132,10 @@ def test_the_hparams_tab_has_the_settings_that_differ(tmp_path):
 
 
 def test_console_line_has_one_order_and_short_numbers(tmp_path, caplog):
-    metrics = {
-        "timing_s/step": 1.2345,
-        "perf/throughput": 152_345.0,
-        "actor/pg_loss": -0.012345,
-        "critic/score/mean": 0.625,
-        "reward/acc": 0.5,
-        "critic/rewards/mean": 0.61,
-        "response_length/mean": 5.123,
-        "actor/ref_kl": 0.00123,
-        "actor/entropy": 0.5,
-        "actor/grad_norm": 0.41,
-        "critic/score/max": 1.0,
-    }
+    metrics = {"timing_s/step": 1.2345, "perf/throughput": 152_345.0, "actor/pg_loss": -0.012345}
+    metrics |= {"critic/score/mean": 0.625, "reward/acc": 0.5, "critic/rewards/mean": 0.61}
+    metrics |= {"response_length/mean": 5.123, "actor/ref_kl": 0.00123, "actor/entropy": 0.5, "actor/grad_norm": 0.41}
+    metrics |= {"critic/score/max": 1.0}
     with caplog.at_level(logging.INFO, logger="verl"), tracking(tmp_path, "console") as run:
         run.log(metrics, 12)
         run.log({"val-core/gsm8k/acc/mean@1": 0.25, "val-aux/gsm8k/reward/mean@1": 0.3, "timing_s/testing": 3.0}, 12)

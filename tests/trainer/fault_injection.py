@@ -26,12 +26,8 @@ def break_phase(cls: type, method: str, kind: str) -> None:
     setattr(cls, method, broken)
 
 
-PHASES = {
-    "generate": (NativeRollout, "generate"),
-    "infer": (TorchEngine, "infer"),
-    "update": (TorchEngine, "train_batch"),
-    "save": (TorchEngine, "save"),
-}
+PHASES = {"generate": (NativeRollout, "generate"), "infer": (TorchEngine, "infer")}
+PHASES |= {"update": (TorchEngine, "train_batch"), "save": (TorchEngine, "save")}
 fault = os.environ.get("VERL_TEST_FAULT")
 if fault and os.environ.get("RANK") == "1":
     phase, kind = fault.split(":")

@@ -17,12 +17,8 @@ from verl.trainer.guards.interruption import Stopped
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 KL = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=true"]
-LORA = [
-    *KL,
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    "actor_rollout_ref.model.lora_rank=4",
-    "actor_rollout_ref.model.lora_alpha=8",
-]
+LORA = [*KL, "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+LORA += [f"actor_rollout_ref.model.{setting}" for setting in ("lora_rank=4", "lora_alpha=8")]
 RANKS = ["trainer.n_gpus_per_node=2"]
 NAMES = ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy", "rollout/logprob_gap_max")
 

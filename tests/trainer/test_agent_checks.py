@@ -7,6 +7,7 @@ import re
 import pytest
 
 from examples.quickstart.tiny_model import tiny_model
+from tests.trainer.conftest import run_settings
 from verl.config import load_config
 from verl.protocol import DataProto
 from verl.trainer import main_ppo
@@ -59,67 +60,35 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def settings(folder, tmp_path):
-    return [
-        "algorithm.name=grpo",
-        f"data.train_files={folder / 'train.jsonl'}",
-        "data.train_batch_size=4",
-        "data.max_prompt_length=64",
-        "data.max_response_length=16",
-        f"actor_rollout_ref.model.path={folder / 'model'}",
-        f"{ROLLOUT}.n=2",
-        f"reward.custom_reward_function.path={folder / 'reward.py'}",
-        "reward.isolation=none",
-        "trainer.total_training_steps=1",
-        "trainer.val_before_train=false",
-        "trainer.save_freq=-1",
-        "trainer.logger=[jsonl]",
-        f"trainer.default_local_dir={tmp_path / 'run'}",
-    ]
+    sizes = ["data.max_prompt_length=64", "data.max_response_length=16", "data.val_files=[]"]
+    return [*run_settings(folder, tmp_path / "run"), "algorithm.name=grpo", "trainer.total_training_steps=1", *sizes]
 
 
 DISK = ["trainer.n_gpus_per_node=2", "placement.actor_devices=[0]", "placement.rollout_devices=[1]"]
 DISK += [f"{ROLLOUT}.weight_sync=disk"]
 TOOLS = [f"{TURNS}.enable=true", f"{TURNS}.function_tool_path=FOLDER/tools.py"]
 SERVER = [f"{ROLLOUT}.mode=server", f"{ROLLOUT}.server.agent.path=FOLDER/agent.py"]
+AGENT_LOOP, NO_TOOLS = f"{ROLLOUT}.agent", "there are no tools"
+REFUSED = [
+    ([*TOOLS, f"{TURNS}.format=herms"], f"{TURNS}.format .*there is no tool parser 'herms': did you mean 'hermes'"),
+    ([f"{TURNS}.enable=true"], f"{TURNS}.enable: true, but {NO_TOOLS} and no interactions: set {TURNS}.tool"),
+    ([f"{AGENT_LOOP}.default_agent_loop=tool_agent"], f"{AGENT_LOOP}.default_agent_loop: tool_agent, but {NO_TOOLS}"),
+    ([f"{AGENT_LOOP}.agent_loop_config_path=nowhere.yaml"],
+     rf"{AGENT_LOOP}.agent_loop_config_path .*: there is no file 'nowhere.yaml' \(looked at /"),
+    *(
+        ([f"{TURNS}.enable=true", f"{TURNS}.{key}={file}"], f"{TURNS}.{key} .*no file '{file}'")
+        for key, file in (("tool_config_path", "no.yaml"), ("interaction_config_path", "a/b.yaml"))
+    ),
+    ([f"{ROLLOUT}.mode=server", f"{ROLLOUT}.server.agent.path=no.py"], "server.agent.path .*no file 'no.py'"),
+    ([*DISK, f"{ROLLOUT}.weight_sync_dir=FOLDER/agent.py"], f"{ROLLOUT}.weight_sync_dir: .*agent.py', which is a file"),
+    ([*SERVER, *TOOLS],
+     f"{TURNS}.enable: true, but {ROLLOUT}.mode is server, where an agent outside of the trainer runs the tools"),
+    (["placement.rollout_devices=[1]"], r"rollout_devices: expected only device 0.* use trainer.n_gpus_per_node=2"),
+    (["imports=[nowhere.py]"], "imports .*there is no file 'nowhere.py'"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ([*TOOLS, f"{TURNS}.format=herms"], f"{TURNS}.format .*there is no tool parser 'herms': did you mean 'hermes'"),
-        (
-            [f"{TURNS}.enable=true"],
-            f"{TURNS}.enable: true, but there are no tools and no interactions: set {TURNS}.tool",
-        ),
-        (
-            [f"{ROLLOUT}.agent.default_agent_loop=tool_agent"],
-            f"{ROLLOUT}.agent.default_agent_loop: tool_agent, but there are no tools",
-        ),
-        (
-            [f"{ROLLOUT}.agent.agent_loop_config_path=nowhere.yaml"],
-            rf"{ROLLOUT}.agent.agent_loop_config_path .*: there is no file 'nowhere.yaml' \(looked at /",
-        ),
-        (
-            [f"{TURNS}.enable=true", f"{TURNS}.tool_config_path=no.yaml"],
-            f"{TURNS}.tool_config_path .*no file 'no.yaml'",
-        ),
-        (
-            [f"{TURNS}.enable=true", f"{TURNS}.interaction_config_path=a/b.yaml"],
-            f"{TURNS}.interaction_config_path .*no file 'a/b.yaml'",
-        ),
-        ([f"{ROLLOUT}.mode=server", f"{ROLLOUT}.server.agent.path=no.py"], "server.agent.path .*no file 'no.py'"),
-        (
-            [*DISK, f"{ROLLOUT}.weight_sync_dir=FOLDER/agent.py"],
-            f"{ROLLOUT}.weight_sync_dir: .*agent.py', which is a file",
-        ),
-        (
-            [*SERVER, *TOOLS],
-            f"{TURNS}.enable: true, but {ROLLOUT}.mode is server, where an agent outside of the trainer runs the tools",
-        ),
-        (["placement.rollout_devices=[1]"], r"rollout_devices: expected only device 0.* use trainer.n_gpus_per_node=2"),
-        (["imports=[nowhere.py]"], "imports .*there is no file 'nowhere.py'"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "message"), REFUSED)
 def test_a_dry_run_finds_what_a_worker_would(overrides, message, settings, folder, forbid_workers, capsys):
     overrides = [text.replace("FOLDER", str(folder)) for text in overrides]
     assert main_ppo.main([*settings, *overrides, "--dry-run"]) == 1
@@ -202,17 +171,11 @@ def test_failures_are_counted_and_the_first_is_named(caplog):
     ("overrides", "message"),
     [
         (SERVER, "of 8 of 8 samples failed; .*the agent returned 'no score': expected a finite number"),
-        (
-            [
-                f"{TURNS}.enable=true",
-                f"{TURNS}.tool_isolation=none",
-                f"{TURNS}.interaction_config_path=FOLDER/talk.yaml",
-            ]
-            + [f"{ROLLOUT}.stop=[{','.join('abcdefghijklmnopqrstuvwxyz')}]", "data.max_response_length=160"],
-            "of sample .: interaction guess: KeyError: 'number' .the sample has no extra_info.interaction_kwargs",
-        ),
+        ([ f"{TURNS}.enable=true", f"{TURNS}.tool_isolation=none", f"{TURNS}.interaction_config_path=FOLDER/talk.yaml",
+         ] + [f"{ROLLOUT}.stop=[{','.join('abcdefghijklmnopqrstuvwxyz')}]", "data.max_response_length=160"],
+         "of sample .: interaction guess: KeyError: 'number' .the sample has no extra_info.interaction_kwargs"),
     ],
-)
+)  # fmt: skip
 def test_a_step_in_which_all_agents_fail_stops_the_run(overrides, message, settings, folder):
     trainer = LocalPPOTrainer(overrides=[*settings, *(text.replace("FOLDER", str(folder)) for text in overrides)])
     with pytest.raises(ValueError, match=message):

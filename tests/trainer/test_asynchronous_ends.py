@@ -6,12 +6,12 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 
+from tests.trainer.runs import steps_in
 from tests.trainer.test_asynchronous import (
     GRPO,
     ROLLOUT,
@@ -48,10 +48,6 @@ def saved(settings) -> list[str]:
 
 def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def steps_in(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*"))
 
 
 def call_once(owner: object, name: str, function: Callable[[], None], before: bool = False) -> None:
@@ -268,12 +264,8 @@ def steps_of(trainer: PPOTrainer, count: int) -> list[tuple]:
         columns = (batch.batch[name] for name in ("responses", "advantages", "weight_version"))
         weights = trainer.roles["actor"].worker.engine.module.state_dict().values()
         state = [tensor.clone() for tensor in (*columns, *weights)]
-        found.append((trainer.global_step, uids_of_batch(batch), state))
+        found.append((trainer.global_step, list(batch.non_tensor_batch["uid"]), state))
     return found
-
-
-def uids_of_batch(batch: DataProto) -> list[str]:
-    return list(batch.non_tensor_batch["uid"])
 
 
 @pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.slow)])

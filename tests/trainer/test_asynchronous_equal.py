@@ -12,12 +12,8 @@ from verl.trainer.ppo_trainer import PPOTrainer
 
 STEPS = 4
 SEPARATE = ["trainer.n_gpus_per_node=2", "placement.actor_devices=[0]", "placement.rollout_devices=[1]"]
-SETTINGS = [
-    "algorithm.name=grpo",
-    "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
-    f"trainer.total_training_steps={STEPS}",
-    f"trainer.save_freq={STEPS}",
-]
+SETTINGS = ["algorithm.name=grpo", "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]"]
+SETTINGS += [f"trainer.total_training_steps={STEPS}", f"trainer.save_freq={STEPS}"]
 #: metrics that do not depend on time
 KINDS = ("actor/", "critic/", "prompt_length/", "response_length/", "reward/", "rollout/logprob_gap")
 REQUIRED = {"critic/score/mean", "critic/rewards/mean", "actor/pg_loss", "actor/grad_norm", "actor/ppo_kl"}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.runs import metrics_of
+from tests.trainer.runs import fit, metrics_of
 from verl.config import load_config, settings_without_effect
 from verl.data.sequences import build_sequences
 from verl.dataflow import HOLD, DataFlow, Operator
@@ -46,16 +46,12 @@ class Scripted:
     """A flow whose prompt i scores 0 on every answer, but 1 on the second one where `differs(i)`. Widths vary."""
 
     def __init__(self, differs, groups=3, size=4, limit=0, metric="acc", n=2, at_limit="error", empty=20):
-        overrides = [
-            f"data.train_batch_size={groups}",
-            f"data.gen_batch_size={size}",
-            f"actor_rollout_ref.rollout.n={n}",
-            "algorithm.filter_groups.enable=true",
-            f"algorithm.filter_groups.metric={metric}",
-            f"algorithm.filter_groups.max_num_gen_batches={limit}",
-            f"algorithm.filter_groups.max_empty_gen_batches={empty}",
-            f"algorithm.filter_groups.at_limit={at_limit}",
-        ]
+        overrides = [f"data.train_batch_size={groups}", f"data.gen_batch_size={size}"]
+        overrides += [f"actor_rollout_ref.rollout.n={n}", "algorithm.filter_groups.enable=true"]
+        overrides += [f"algorithm.filter_groups.metric={metric}"]
+        overrides += [f"algorithm.filter_groups.max_num_gen_batches={limit}"]
+        overrides += [f"algorithm.filter_groups.max_empty_gen_batches={empty}"]
+        overrides += [f"algorithm.filter_groups.at_limit={at_limit}"]
         self.differs = differs
         self.asked: list[list[int]] = []
         self.source = Numbers(groups)
@@ -289,13 +285,10 @@ def test_metrics_of_a_step_are_those_of_every_sample_that_was_generated(settings
 
 def test_greedy_baselines_of_the_groups_that_are_kept(settings):
     remax = ["algorithm.name=remax", "algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score"]
-    trainer, reports = LocalPPOTrainer(overrides=[*settings, *remax, "trainer.total_training_steps=1"]), []
-    trainer.on_step.append(reports.append)
-    trainer.fit()
-    batch = reports[0].batch
-    baselines = batch.batch["reward_baselines"].view(4, 2)
+    _, (report,) = fit([*settings, *remax, "trainer.total_training_steps=1"])
+    baselines = report.batch.batch["reward_baselines"].view(4, 2)
     assert torch.equal(baselines[:, 0], baselines[:, 1])
-    scores = batch.batch["token_level_scores"].sum(1).view(4, 2)
+    scores = report.batch.batch["token_level_scores"].sum(1).view(4, 2)
     assert (scores[:, 0] != scores[:, 1]).all()
 
 

@@ -14,16 +14,8 @@ from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 STEPS = 3
-COLUMNS = (
-    "responses",
-    "token_level_scores",
-    "token_level_rewards",
-    "rollout_log_probs",
-    "old_log_probs",
-    "ref_log_prob",
-    "values",
-    "advantages",
-)
+COLUMNS = ("responses", "token_level_scores", "token_level_rewards", "rollout_log_probs", "old_log_probs")
+COLUMNS += ("ref_log_prob", "values", "advantages")
 METRICS = ("actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "actor/kl_loss", "critic/vf_loss", "critic/grad_norm")
 ACTOR = "actor_rollout_ref.actor"
 ALGORITHMS = {

@@ -37,12 +37,8 @@ def break_run(settings: list[str], monkeypatch, phase: str, kind: str, *more: st
     return error.value, seconds
 
 
-PHASES = [
-    "generate",
-    pytest.param("infer", marks=pytest.mark.slow),
-    pytest.param("update", marks=pytest.mark.slow),
-    pytest.param("save", marks=pytest.mark.slow),
-]
+PHASES = ["generate", pytest.param("infer", marks=pytest.mark.slow), pytest.param("update", marks=pytest.mark.slow)]
+PHASES += [pytest.param("save", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -14,7 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.programs import run_python
-from verl.checkpoints.atomic import atomic_write
 from verl.config import load_config
 from verl.config.schema.offline import GenerationConfig
 from verl.data.rlhf_dataset import RLHFDataset
@@ -274,19 +273,6 @@ def test_shards_of_other_settings_are_named_and_kept(tmp_path, caplog):
 def test_digest_depends_on_every_value_and_not_on_the_order():
     assert settings_digest({"a": 1, "b": 2}) == settings_digest({"b": 2, "a": 1})
     assert len({settings_digest({"a": value}) for value in (1, 1.5, "1", None, True, [1])}) == 6
-
-
-def test_a_file_is_whole_or_not_there(tmp_path):
-    path = tmp_path / "x"
-    with pytest.raises(OSError), atomic_write(path) as draft:
-        draft.write_text("half")
-        raise OSError("no space left")
-    assert list(tmp_path.iterdir()) == []
-    path.write_text("old")
-    with atomic_write(path) as draft:
-        draft.write_text("new")
-        assert path.read_text() == "old"
-    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ ALGORITHMS = {
     "ppo": ["algorithm.name=ppo", "algorithm.use_kl_in_reward=true", "algorithm.lam=0.95"],
     "grpo": [
         "algorithm.name=grpo",
-        "actor_rollout_ref.actor.use_kl_loss=true",
-        "actor_rollout_ref.actor.kl_loss_coef=0.1",
+        *(f"actor_rollout_ref.actor.{kl}" for kl in ("use_kl_loss=true", "kl_loss_coef=0.1")),
     ],
     "drgrpo": ["algorithm.name=drgrpo"],
     "rloo": ["algorithm.name=rloo"],
@@ -29,19 +28,9 @@ ALGORITHMS = {
     "reinforce_plus_plus_baseline": ["algorithm.name=reinforce_plus_plus_baseline"],
     "entropy_bonus": ["algorithm.name=grpo", "actor_rollout_ref.actor.entropy_coeff=0.01"],
 }
-RECORDED = (
-    "critic/score/mean",
-    "critic/advantages/max",
-    "response_length/mean",
-    "actor/entropy",
-    "actor/pg_loss",
-    "actor/ppo_kl",
-    "actor/kl_loss",
-    "actor/grad_norm",
-    "critic/vf_loss",
-    "critic/grad_norm",
-    "reward/greedy_mean",
-)
+RECORDED = ("critic/score/mean", "critic/advantages/max", "response_length/mean", "reward/greedy_mean")
+RECORDED += tuple(f"actor/{name}" for name in ("entropy", "pg_loss", "ppo_kl", "kl_loss", "grad_norm"))
+RECORDED += ("critic/vf_loss", "critic/grad_norm")
 
 
 def five_steps(settings: list[str], algorithm: str) -> list[dict[str, float]]:

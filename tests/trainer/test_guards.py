@@ -1,6 +1,7 @@
 """Guards: the contract, with one of a user's file; and who may take a trainer."""
 
 import ast
+import functools
 import importlib.util
 import math
 from pathlib import Path
@@ -146,7 +147,7 @@ def test_another_result_than_an_action_is_refused(settings):
 
 def _trainers() -> set[str]:
     """Names of Trainer and its subclasses in the project."""
-    classes = [node for path in _sources() for node in ast.walk(_parse(path)) if isinstance(node, ast.ClassDef)]
+    classes = [node for path in _sources() for node in _nodes(path) if isinstance(node, ast.ClassDef)]
     names = {"Trainer"}
     while more := {c.name for c in classes if {ast.unparse(b).split(".")[-1] for b in c.bases} & names} - names:
         names |= more
@@ -157,8 +158,9 @@ def _sources() -> list[Path]:
     return sorted((ROOT / "verl").rglob("*.py"))
 
 
-def _parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+@functools.cache
+def _nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def test_no_class_takes_a_trainer_and_nobody_assigns_its_config():
@@ -166,7 +168,7 @@ def test_no_class_takes_a_trainer_and_nobody_assigns_its_config():
     trainers, taken, assigned = _trainers(), [], []
     assert {"PPOTrainer", "SFTTrainer", "DPOTrainer"} <= trainers
     for path in _sources():
-        for node in ast.walk(_parse(path)):
+        for node in _nodes(path):
             if isinstance(node, ast.ClassDef) and node.name not in trainers:
                 for inner in (n for n in ast.walk(node) if isinstance(n, ast.arg) and n.annotation is not None):
                     words = set(ast.unparse(inner.annotation).replace("'", "").replace("|", " ").split())
@@ -185,7 +187,7 @@ def test_every_built_in_guard_is_in_the_row_once():
     built_in = {
         node.name
         for path in (ROOT / "verl/trainer/guards").glob("*.py")
-        for node in ast.walk(_parse(path))
+        for node in _nodes(path)
         if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Guard" for base in node.bases)
     }
     assert built_in == {guard.__name__ for guard in GUARDS} | {"Faults"} and len(set(GUARDS)) == len(GUARDS)

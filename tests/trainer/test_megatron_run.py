@@ -93,26 +93,18 @@ ROLLOUT, MEGATRON, MODEL = "actor_rollout_ref.rollout.", f"{ACTOR}megatron.", "a
         (["critic.model.lora_rank=4"], "does not support LoRA adapters"),
         ([f"{MODEL}use_liger=true"], "use_liger .*: true, but strategy=megatron does not support it"),
         ([f"{ROLLOUT}deterministic=true"], "deterministic .*: true, but strategy=megatron does not support it"),
-        (
-            [f"{ACTOR}optim.override_optimizer_config={{eps: 1e-5}}"],
-            "override_optimizer_config.*eps.*are not supported",
-        ),
+        ([f"{ACTOR}optim.override_optimizer_config={{eps: 1e-5}}"],
+         "override_optimizer_config.*eps.*are not supported"),
         ([f"{REF}megatron.dtype=fp16", f"{ACTOR}use_kl_loss=true"], "megatron.dtype .*fp16.* is not supported"),
-        (
-            [
-                f"{MEGATRON}override_transformer_config.recompute_granularity=selective",
-                f"{MEGATRON}override_transformer_config.recompute_modules=[moe_act]",
-            ],
-            "'moe_act'. cannot be recomputed: use some of .'core_attn', 'mlp', 'moe'.",
-        ),
-        (
-            ["critic.megatron.tensor_model_parallel_size=2"],
-            "critic.megatron.tensor_model_parallel_size=2, but actor_rollout_ref.actor.megatron.* "
-            "set placement.critic_devices",
-        ),
+        ([ f"{MEGATRON}override_transformer_config.recompute_granularity=selective",
+         f"{MEGATRON}override_transformer_config.recompute_modules=[moe_act]", ],
+         "'moe_act'. cannot be recomputed: use some of .'core_attn', 'mlp', 'moe'."),
+        (["critic.megatron.tensor_model_parallel_size=2"],
+         "critic.megatron.tensor_model_parallel_size=2, but actor_rollout_ref.actor.megatron.* "
+         "set placement.critic_devices"),
         (["placement.actor_devices=[0]", "placement.rollout_devices=[1]", f"{ROLLOUT}weight_sync=reshard"], "disk"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_are_not_supported_are_refused_before_workers_start(keys, message, settings, capsys):
     settings = [*settings, f"{ACTOR}strategy=megatron", f"imports=[{SHIM}]", "trainer.n_gpus_per_node=2"]
     assert main_ppo.main([*settings, "trainer.device=cpu", *keys, "--dry-run"]) == 1

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.engines.megatron_cpu import skip_reason
+from tests.trainer.runs import fit
 
 if reason := skip_reason():
     pytest.skip(reason, allow_module_level=True)
 
 from examples.quickstart.tiny_model import tiny_model
 from tests.trainer.conftest import make_tiny, run_settings
-from verl.trainer.local_trainer import LocalPPOTrainer
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -41,16 +41,14 @@ SEPARATE = ["trainer.n_gpus_per_node=3", "placement.actor_devices=[0,1]", "place
     ],
 )
 def test_vllm_generates_with_the_weights_of_megatron(keys, sends_all, tmp_path):
-    tiny, found = make_tiny(tmp_path), []
+    tiny = make_tiny(tmp_path)
     tiny_model("llama", tiny / "model", seed=0, size="small")  # heads that vLLM accepts
     common = ["algorithm.name=grpo", f"{ACTOR}strategy=megatron", f"{ROLLOUT}name=vllm", f"{ROLLOUT}check_every=1"]
     common += ["trainer.total_training_steps=2", "trainer.device=cpu", f"imports=[{SHIM}]"]
     common += [f"{ROLLOUT}weight_sync_dir={tmp_path / 'weights'}"] if "disk" in keys[-1] else []
-    trainer = LocalPPOTrainer(overrides=[*run_settings(tiny, tmp_path / "run"), *common, *keys])
-    trainer.on_step.append(lambda report: found.append(report.metrics))
-    trainer.fit()
+    _, reports = fit([*run_settings(tiny, tmp_path / "run"), *common, *keys])
     size = (tiny / "model" / "model.safetensors").stat().st_size
-    assert len(found) == 2
-    for metrics in found:
+    assert len(reports) == 2
+    for metrics in (report.metrics for report in reports):
         assert metrics["weight_sync/canary_mismatch"] < 2e-5 and metrics["rollout/logprob_gap_max"] < 2e-5
         assert (metrics["weight_sync/bytes"] > 0.9 * size) == sends_all

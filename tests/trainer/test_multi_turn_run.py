@@ -8,9 +8,10 @@ from itertools import pairwise
 import pytest
 
 from examples.quickstart.tiny_model import tiny_model
+from tests.trainer.conftest import run_settings
+from tests.trainer.runs import fit
 from verl.agents.tools.parsers import FunctionCall, ToolParser, register_tool_parser
 from verl.registry import load_object
-from verl.trainer.local_trainer import LocalPPOTrainer
 
 ROLLOUT = "actor_rollout_ref.rollout"
 TOOLS = '''
@@ -54,27 +55,14 @@ def settings(tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
     rows = [{"prompt": [{"role": "user", "content": f"Go {i}."}], "data_source": "x", "answer": "1"} for i in range(12)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    turns = ("enable=true", "format=every_turn", "tool_isolation=none", f"function_tool_path={tmp_path / 'tools.py'}")
+    sizes = ("data.train_batch_size=12", "data.max_prompt_length=64", "data.max_response_length=160", f"{ROLLOUT}.n=8")
+    chosen = ["algorithm.name=grpo", "trainer.total_training_steps=1", "data.val_files=[]", f"{ROLLOUT}.stop=[z,x,Q]"]
+    chosen += [*sizes, "actor_rollout_ref.actor.ppo_mini_batch_size=12", "actor_rollout_ref.actor.optim.lr=1e-6"]
     return [
-        "algorithm.name=grpo",
-        f"data.train_files={tmp_path / 'train.jsonl'}",
-        "data.train_batch_size=12",
-        "data.max_prompt_length=64",
-        "data.max_response_length=160",
-        f"actor_rollout_ref.model.path={tmp_path / 'model'}",
-        f"{ROLLOUT}.n=8",
-        f"{ROLLOUT}.stop=[z,x,Q]",
-        f"{ROLLOUT}.multi_turn.enable=true",
-        f"{ROLLOUT}.multi_turn.format=every_turn",
-        f"{ROLLOUT}.multi_turn.tool_isolation=none",
-        f"{ROLLOUT}.multi_turn.function_tool_path={tmp_path / 'tools.py'}",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=12",
-        f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
-        "reward.isolation=none",
-        "trainer.total_training_steps=1",
-        "trainer.val_before_train=false",
-        "trainer.save_at_end=false",
-        "trainer.logger=[jsonl]",
-        f"trainer.default_local_dir={tmp_path / 'run'}",
+        *run_settings(tmp_path, tmp_path / "run"),
+        *chosen,
+        *(f"{ROLLOUT}.multi_turn.{setting}" for setting in turns),
     ]
 
 
@@ -94,11 +82,8 @@ def test_tokens_trained_on_are_those_sampled(name, settings, tmp_path, monkeypat
         return completion
 
     monkeypatch.setattr(engine, "generate_one", recorded)
-    reports = []
-    trainer = LocalPPOTrainer(overrides=[*settings, f"{ROLLOUT}.name={name}"])
-    trainer.on_step.append(reports.append)
-    trainer.fit()
-    batch, metrics = reports[0].batch, reports[0].metrics
+    trainer, (report,) = fit([*settings, f"{ROLLOUT}.name={name}"])
+    batch, metrics = report.batch, report.metrics
     columns = batch.batch
     real = columns["attention_mask"].bool()
     width, trained, retokenized, found = columns["prompts"].shape[1], 0, 0, []
@@ -133,12 +118,9 @@ def test_a_column_selects_the_loop(settings, tmp_path, monkeypatch):
     names = ["tool_agent", "single_turn_agent", None]
     lines = [json.dumps({**row, "agent_name": names[i % 3]}) + "\n" for i, row in enumerate(rows)]
     (tmp_path / "train.jsonl").write_text("".join(lines))
-    reports = []
     small = [f"{ROLLOUT}.n=2", "data.max_response_length=48", f"{ROLLOUT}.multi_turn.enable=false"]
-    trainer = LocalPPOTrainer(overrides=[*settings, *small])
-    trainer.on_step.append(reports.append)
-    trainer.fit()
-    (batch,) = [report.batch for report in reports]
-    for name, facts in zip(batch.non_tensor_batch["agent_name"], batch.non_tensor_batch["trajectory_info"]):
-        assert facts["num_turns"] == 2 or name == "tool_agent"
-    assert any(facts["tool_rewards"] for facts in batch.non_tensor_batch["trajectory_info"])
+    _, (report,) = fit([*settings, *small])
+    columns = report.batch.non_tensor_batch
+    for name, info in zip(columns["agent_name"], columns["trajectory_info"]):
+        assert info["num_turns"] == 2 or name == "tool_agent"
+    assert any(info["tool_rewards"] for info in columns["trajectory_info"])

@@ -13,18 +13,9 @@ from verl.dataflow.operator import depends
 from verl.trainer.ppo_trainer import PPOTrainer
 
 SLOW = str(Path(__file__).resolve().parent / "slow_log_probs.py")
-PPO = [
-    "algorithm.name=ppo",
-    "algorithm.use_kl_in_reward=true",
-]
-APART = [
-    "trainer.overlap=true",
-    "trainer.n_gpus_per_node=2",
-    "placement.actor_devices=[0]",
-    "placement.ref_devices=[1]",
-    "placement.critic_devices=[1]",
-    f"imports=[{SLOW}]",
-]
+PPO = ["algorithm.name=ppo", "algorithm.use_kl_in_reward=true"]
+APART = ["trainer.overlap=true", "trainer.n_gpus_per_node=2", f"imports=[{SLOW}]"]
+APART += [f"placement.{role}_devices=[{device}]" for role, device in (("actor", 0), ("ref", 1), ("critic", 1))]
 STEPS = 2
 
 
@@ -69,14 +60,9 @@ def check_spans(pipeline: Pipeline, spans: list) -> None:
 
 def test_every_operator_names_the_processes_that_it_occupies(settings):
     """Operators of different processes may run at the same time; one that names none runs alone."""
-    expected = {
-        "controller": {"reward", "kl", "adv"},
-        "actor": {"old_log_prob", "update_actor", "sync_weights"},
-        "rollout": {"gen", "sleep_rollout"},
-        "critic": {"values", "update_critic"},
-        "ref": {"ref"},
-        None: {"prompts", "repeat"},
-    }
+    expected = {"controller": {"reward", "kl", "adv"}, "actor": {"old_log_prob", "update_actor", "sync_weights"}}
+    expected |= {"rollout": {"gen", "sleep_rollout"}, "critic": {"values", "update_critic"}, "ref": {"ref"}}
+    expected |= {None: {"prompts", "repeat"}}
     operators = PPOTrainer(overrides=[*settings, *PPO]).pipeline.operators
     assert {op.name: op.on for op in operators} == {name: on for on, names in expected.items() for name in names}
 

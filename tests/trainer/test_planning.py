@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.trainer.runs import fit
 from verl.checkpoints.store import CheckpointStore
 from verl.cli import plan as command
 from verl.config import ConfigError, load_config
@@ -206,28 +207,20 @@ def test_the_plan_of_an_asynchronous_run_has_only_placements_that_it_accepts(set
 @pytest.mark.parametrize(
     ("placement", "words"),
     [
-        (
-            ["actor_devices=[0,1]", "rollout_devices=[2]"],
-            "device 3 of 4, so it is idle: add it to placement.actor_devices ",
-        ),
-        (
-            ["actor_devices=[0]", "rollout_devices=[1]"],
-            "devices 2, 3 of 4, so they are idle: add them to placement.actor",
-        ),
+        (["actor_devices=[0,1]", "rollout_devices=[2]"],
+         "device 3 of 4, so it is idle: add it to placement.actor_devices "),
+        (["actor_devices=[0]", "rollout_devices=[1]"],
+         "devices 2, 3 of 4, so they are idle: add them to placement.actor"),
         (["actor_devices=[1,2]", "rollout_devices=[3]"], "device 0 of 4, so it is idle: add it to"),
         (["actor_devices=[0,1]", "rollout_devices=[2,3]"], ""),
         ([], ""),
     ],
-)
+)  # fmt: skip
 def test_devices_without_a_role_are_named(settings, on_gpu, caplog, capsys, placement, words):
     """In a dry run and at the start, which both make the trainer."""
     on_gpu()
-    run = [
-        *settings,
-        "algorithm.adv_estimator=grpo",
-        "trainer.n_gpus_per_node=4",
-        *(f"placement.{p}" for p in placement),
-    ]
+    run = [*settings, "algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=4"]
+    run += [*(f"placement.{p}" for p in placement)]
     PPOTrainer(overrides=run)
     assert ("placement: no role uses " + words in caplog.text) if words else "no role uses" not in caplog.text
     # devices are counted from 0, so fewer are a fix only if the others keep their numbers
@@ -240,11 +233,8 @@ def test_devices_without_a_role_are_named(settings, on_gpu, caplog, capsys, plac
 
 @pytest.mark.slow
 def test_an_asynchronous_run_trains_with_the_placement_of_auto(settings):
-    reports = []
     more = ["trainer.device=cpu", "trainer.n_gpus_per_node=2", "placement=auto", "trainer.total_training_steps=3"]
-    trainer = PPOTrainer(overrides=[*settings, *ASYNC, *more])
-    trainer.on_step.append(reports.append)
-    trainer.fit()
+    trainer, reports = fit([*settings, *ASYNC, *more], PPOTrainer)
     assert (trainer.config.placement.actor_devices, trainer.config.placement.rollout_devices) == ([0], [1])
     assert [report.step for report in reports] == [1, 2, 3]
     assert all(report.metrics["async/staleness_max"] <= 1 for report in reports)

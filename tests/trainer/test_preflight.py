@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples.quickstart.tiny_model import tiny_model
+from tests.trainer.runs import fit
 from verl.algorithms.policy_losses import register_policy_loss
 from verl.config import ConfigError, schema
 from verl.config.public.upstream import upstream_engines
@@ -70,20 +71,14 @@ NO_RECIPE = "Mine.recipe: expected a Recipe, found None: remove it"
     [
         (None, ["--verbose"], ["--verbose lists the checks of --dry-run"]),
         (None, ["algorithm.adv_estimator=grop", "--dry-run"], ["did you mean 'grpo'?"]),
-        (
-            None,
-            ["algorithm.name=prime", "--dry-run"],
-            ["'adv' reads 'rm_scores'", "run python -m verl.recipe.prime.main_prime"],
-        ),
-        (
-            DAPOTrainer,
-            ["data.max_response_length=16", "--dry-run"],
-            ["set reward.reward_kwargs.overlong_buffer.len=4, or reward.reward_kwargs.overlong_buffer.enable=false"],
-        ),
+        (None, ["algorithm.name=prime", "--dry-run"],
+         ["'adv' reads 'rm_scores'", "run python -m verl.recipe.prime.main_prime"]),
+        (DAPOTrainer, ["data.max_response_length=16", "--dry-run"],
+         ["set reward.reward_kwargs.overlong_buffer.len=4, or reward.reward_kwargs.overlong_buffer.enable=false"]),
         *((WITHOUT_FILE, [flag], ["nowhere.yaml"]) for flag in ("--dry-run", "--print-config")),
         *((WITHOUT_RECIPE, flags, [NO_RECIPE]) for flags in ([], ["--print-config"])),
     ],
-)
+)  # fmt: skip
 def test_a_command_fails_with_a_message(trainer, arguments, words, settings, capsys):
     assert main_ppo.main([*settings, *arguments], trainer=trainer) == 1
     shown = capsys.readouterr().err
@@ -342,14 +337,11 @@ def test_settings_of_custom_functions(settings, tmp_path):
 
     def train(*further: str) -> tuple[float, float]:
         """Mean advantage per unit of score, and the gradient norm."""
-        reports = []
-        trainer = LocalPPOTrainer(overrides=[*chosen, *further])
-        trainer.on_step.append(reports.append)
-        trainer.fit()
-        batch = reports[0].batch
-        scores = batch.batch["token_level_scores"].sum(1)
+        _, (report,) = fit([*chosen, *further])
+        batch = report.batch.batch
+        scores = batch["token_level_scores"].sum(1)
         row = int(scores.argmax())
-        return float(batch.batch["advantages"][row, 0] / scores[row]), reports[0].metrics["actor/grad_norm"]
+        return float(batch["advantages"][row, 0] / scores[row]), report.metrics["actor/grad_norm"]
 
     ratio, norm = train("algorithm.adv_kwargs.factor=2")
     assert ratio == pytest.approx(2)

@@ -1,6 +1,6 @@
 """An estimator and a policy loss in the form of public verl run unchanged: one training step with each."""
 
-from verl.trainer.local_trainer import LocalPPOTrainer
+from tests.trainer.runs import fit
 
 OWN_METRICS = ("actor/clip_c", "actor/clip_low")
 THEIRS = '''
@@ -63,11 +63,8 @@ STEP = ["trainer.total_training_steps=1", "trainer.save_at_end=false", "actor_ro
 
 def one_step(settings: list[str], *overrides: str) -> dict[str, float]:
     """The metrics of one step with one update."""
-    trainer = LocalPPOTrainer(overrides=[*settings, *STEP, "algorithm.use_kl_in_reward=false", *overrides])
-    found = {}
-    trainer.on_step.append(lambda report: found.update(report.metrics))
-    trainer.fit()
-    return found
+    _, (report,) = fit([*settings, *STEP, "algorithm.use_kl_in_reward=false", *overrides])
+    return report.metrics
 
 
 def test_an_estimator_and_a_loss_of_public_verl(settings, tmp_path):

@@ -132,17 +132,11 @@ def test_dynamic_sampling_draws_the_same_prompts(settings_of_text, tmp_path):
 def test_sft_on_images_is_the_same(vision, tmp_path):  # noqa: F811
     found = []
     for threads in (0, 3):
-        config = {
-            "data.train_files": str(vision / "sft.jsonl"),
-            "data.train_batch_size": 3,
-            "data.max_length": 64,
-            "data.num_workers": threads,  # public verl's name
-            "model.path": str(vision / "model"),
-            "trainer.default_local_dir": str(tmp_path / str(threads)),
-            "trainer.logger": ["jsonl"],
-            "trainer.total_training_steps": 4,
-        }
-        trained(config, SFTTrainer)
+        run = {"trainer.default_local_dir": str(tmp_path / str(threads)), "trainer.logger": ["jsonl"]}
+        data = {"train_files": str(vision / "sft.jsonl"), "train_batch_size": 3, "max_length": 64}
+        data["num_workers"] = threads  # public verl's name
+        steps = {"model.path": str(vision / "model"), "trainer.total_training_steps": 4}
+        trained(run | steps | {"data": data}, SFTTrainer)
         found.append(metrics_of(tmp_path / str(threads)))
     assert found[0] == found[1]
 

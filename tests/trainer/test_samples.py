@@ -6,6 +6,7 @@ import logging
 import numpy as np
 import pytest
 
+from tests.trainer.conftest import run_settings
 from tests.trainer.runs import fit, lines
 from verl.trainer.output.samples import choose_rows, generations, plain
 
@@ -16,8 +17,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-@pytest.fixture
-def run(settings, tmp_path, caplog):
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory):
+    """The trainer, the batches of its steps, the folder, and what was logged."""
+    tmp_path, messages = tmp_path_factory.mktemp("samples"), []
+    settings, logger, handler = run_settings(tiny, tmp_path / "run"), logging.getLogger("verl"), logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
     reward = tmp_path / "parts.py"
     reward.write_text(REWARD)
     chosen = [s for s in settings if not s.startswith(("reward.custom", "trainer.logger"))]
@@ -25,9 +30,10 @@ def run(settings, tmp_path, caplog):
     chosen += ["trainer.total_training_steps=2", "trainer.test_freq=2", "algorithm.name=grpo"]
     chosen += ["trainer.log_samples=3", "trainer.log_val_generations=2"]
     chosen += [f"trainer.rollout_data_dir={tmp_path}/steps", f"trainer.validation_data_dir={tmp_path}/val"]
-    with caplog.at_level(logging.INFO, "verl"):
-        trainer, reports = fit(chosen)
-    return trainer, [report.batch for report in reports], tmp_path, caplog.messages
+    logger.addHandler(handler)
+    trainer, reports = fit(chosen)
+    logger.removeHandler(handler)
+    return trainer, [report.batch for report in reports], tmp_path, messages
 
 
 def test_every_sample_is_described_in_full(run):

@@ -318,15 +318,11 @@ def test_early_stopping_is_a_normal_end_and_survives_an_interruption(chosen, tmp
     ("metrics", "name", "value", "mode"),
     [
         ({"val-core/a/acc/mean@4": 0.5, "val-core/a/acc/best@4": 0.9}, "val-core/a/acc/mean@4", 0.5, "max"),
-        (
-            {"val-core/b/acc/mean@1": 0.5, "val-core/a/acc/mean@1": 0.25},
-            "mean of val-core/a/acc/mean@1, val-core/b/acc/mean@1",
-            0.375,
-            "max",
-        ),
+        ({"val-core/b/acc/mean@1": 0.5, "val-core/a/acc/mean@1": 0.25},
+         "mean of val-core/a/acc/mean@1, val-core/b/acc/mean@1", 0.375, "max"),
         ({"val/loss": 2.0}, "val/loss", 2.0, "min"),
     ],
-)
+)  # fmt: skip
 def test_the_main_metric(metrics, name, value, mode):
     watch = watch_with(TrainerConfig(save_best=True))
     watch.observe(5, metrics)

@@ -154,13 +154,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 def test_a_reward_function_sees_the_score_and_validation_is_greedy(chat_model, tmp_path, monkeypatch):
     (tmp_path / "reward.py").write_text(REWARD)
     found = trajectories_of(monkeypatch)
-    others = [
-        f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
-        "reward.isolation=none",
-        f"data.val_files={chat_model / 'train.jsonl'}",
-        "trainer.val_before_train=true",
-        "trainer.total_training_steps=1",
-    ]
+    others = [f"reward.custom_reward_function.path={tmp_path / 'reward.py'}", "reward.isolation=none"]
+    others += [f"data.val_files={chat_model / 'train.jsonl'}", "trainer.val_before_train=true"]
+    others += ["trainer.total_training_steps=1"]
     (report,) = fit(settings(chat_model, tmp_path, ASYNC_AGENT, *others))[1]
     scores = report.batch.batch["token_level_scores"].sum(1).tolist()
     assert scores == [2 * facts["agent_score"] + 2 for facts in report.batch.non_tensor_batch["trajectory_info"]]
@@ -213,13 +209,8 @@ def run(sample, base_url, api_key, model):
 
 @pytest.mark.slow
 def test_an_agent_learns(chat_model, tmp_path):
-    others = [
-        "data.train_batch_size=8",
-        "actor_rollout_ref.rollout.n=8",
-        "actor_rollout_ref.actor.optim.lr=3e-3",
-        "trainer.total_training_steps=20",
-        "trainer.total_epochs=20",
-    ]
+    others = ["data.train_batch_size=8", "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.optim.lr=3e-3"]
+    others += ["trainer.total_training_steps=20", "trainer.total_epochs=20"]
     reports = fit(settings(chat_model, tmp_path, LETTERS, *others))[1]
     scores = [report.metrics["critic/score/mean"] for report in reports]
     assert sum(scores[:3]) / 3 < 0.2 and sum(scores[-3:]) / 3 > 0.4, scores
@@ -244,18 +235,10 @@ def test_agents_wait_for_weight_syncs_of_asynchronous_training(placement, chat_m
     AutoTokenizer.from_pretrained(chat_model / "model").save_pretrained(tmp_path / "even")
     rollout = "actor_rollout_ref.rollout"
     limit = 6.0
-    others = [
-        f"actor_rollout_ref.model.path={tmp_path / 'even'}",
-        *PLACEMENTS[placement],
-        "placement.actor_devices=[0]",
-        "trainer.async.max_staleness=1",
-        "trainer.total_training_steps=6",
-        "trainer.total_epochs=8",
-        "data.max_response_length=240",
-        f"{rollout}.server.timeout={limit}",
-        f"{rollout}.ignore_eos=true",
-        f"{rollout}.check_every=1",
-    ]
+    others = [f"actor_rollout_ref.model.path={tmp_path / 'even'}", *PLACEMENTS[placement]]
+    others += ["placement.actor_devices=[0]", "trainer.async.max_staleness=1", "trainer.total_training_steps=6"]
+    others += ["trainer.total_epochs=8", "data.max_response_length=240", f"{rollout}.server.timeout={limit}"]
+    others += [f"{rollout}.ignore_eos=true", f"{rollout}.check_every=1"]
     trainer, reports = LocalPPOTrainer(overrides=settings(chat_model, tmp_path, turns_agent(40), *others)), []
     trainer.on_step.append(reports.append)
     push = trainer.rollout_weights.push

@@ -153,7 +153,10 @@ def test_a_bad_column_never_reaches_the_weights(value, settings, tmp_path, caplo
     assert "actor: column 'advantages' has" in caplog.text and "at row 3, token 0" in caplog.text
 
 
-@pytest.mark.parametrize("threads", [0, 2])
+THREADS = [pytest.param(0, marks=pytest.mark.slow), 2]
+
+
+@pytest.mark.parametrize("threads", THREADS)
 def test_a_run_rolls_back_once_and_skips_the_prompts(settings, tmp_path, threads):
     """Updates 9 to 12 (steps 5 and 6) are broken: the run returns to step 4 and reads the prompts after step 6."""
     seen = []
@@ -167,7 +170,7 @@ def test_a_run_rolls_back_once_and_skips_the_prompts(settings, tmp_path, threads
     assert [line["step"] for line in lines(tmp_path / "run/metrics.jsonl")] == list(range(1, 9))
 
 
-@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("threads", THREADS)
 def test_a_rollback_with_dynamic_sampling_repeats_no_prompt(settings, tmp_path, threads):
     """The queue of prompts is that of the bad step, not that of the checkpoint."""
     seen = []

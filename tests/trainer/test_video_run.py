@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from tests.trainer.test_vision_run import letters
+from tests.trainer.test_vision_run import letters, settings
 from tests.vl_models import make_config, save_vl_model
 from verl import PPOTrainer, SFTTrainer
 
@@ -40,23 +40,9 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("engine", ["hf", "native"])
 def test_grpo_on_videos(folder, tmp_path, monkeypatch, engine):
     monkeypatch.setenv("VERL_STRICT_DATA_CHECK", "1")
-    config = {
-        "algorithm.adv_estimator": "grpo",
-        "data.train_files": str(folder / "train.jsonl"),
-        "data.train_batch_size": 4,
-        "data.max_prompt_length": 64,
-        "data.max_response_length": 4,
-        "actor_rollout_ref.model.path": save_vl_model("qwen2_5_vl", tmp_path / "model"),
-        "actor_rollout_ref.rollout.n": 2,
-        "actor_rollout_ref.rollout.name": engine,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
-        "actor_rollout_ref.actor.optim.lr": 1e-3,
-        "reward.isolation": "none",
-        "trainer.default_local_dir": str(tmp_path / "run"),
-        "trainer.logger": ["jsonl"],
-        "trainer.total_training_steps": 2,
-    }
-    PPOTrainer(config, reward_fn=letters).fit()
+    save_vl_model("qwen2_5_vl", folder / "model")
+    more = {"actor_rollout_ref.rollout.name": engine, "data.val_files": [], "trainer.test_freq": -1}
+    PPOTrainer(settings(folder, tmp_path / "run", **more), reward_fn=letters).fit()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     gaps = [line["rollout/logprob_gap_max"] for line in lines if "rollout/logprob_gap_max" in line]
     assert len(gaps) == 2 and max(gaps) < 1e-4  # sampling and training see the same frames at the same times
@@ -66,19 +52,10 @@ def test_grpo_on_videos(folder, tmp_path, monkeypatch, engine):
 def test_sft_learns_from_the_order_of_frames(folder, tmp_path):
     model = save_vl_model("qwen2_5_vl", tmp_path / "model", weights=False)
     AutoModelForImageTextToText.from_config(make_config("qwen2_5_vl", 16)).save_pretrained(model)
-    trainer = SFTTrainer(
-        {
-            "data.train_files": str(folder / "train.jsonl"),
-            "data.val_files": str(folder / "test.jsonl"),
-            "data.train_batch_size": 32,
-            "data.max_length": 64,
-            "model.path": model,
-            "optim.lr": 5e-3,
-            "trainer.default_local_dir": str(tmp_path / "run"),
-            "trainer.logger": ["jsonl"],
-            "trainer.total_training_steps": 80,
-        }
-    )
+    data = {"train_files": str(folder / "train.jsonl"), "val_files": str(folder / "test.jsonl")}
+    data |= {"train_batch_size": 32, "max_length": 64}
+    run = {"default_local_dir": str(tmp_path / "run"), "logger": ["jsonl"], "total_training_steps": 80}
+    trainer = SFTTrainer({"data": data, "model.path": model, "optim.lr": 5e-3, "trainer": run})
     trainer.fit()
     # a response is a letter and the end of the turn; guessing the letter costs log(2) / 2 = 0.35 per token
     assert trainer.validate()["val/loss"] < 0.1

@@ -145,19 +145,18 @@ def test_a_resume_notices_other_images_of_the_same_size(vision, tmp_path):
     assert trainer.global_step == 3
 
 
+def sft(vision, run, **more) -> SFTTrainer:
+    file = str(vision / "sft.jsonl")
+    data = {"train_files": file, "val_files": file, "train_batch_size": 4, "max_length": 64}
+    trainer = {"default_local_dir": str(run), "logger": ["jsonl"]}
+    return SFTTrainer({"data": data, "model.path": str(vision / "model"), "trainer": trainer, **more})
+
+
 def test_sft_validates_a_batch_of_images_at_a_time(vision, tmp_path):
     """The loss is that of all rows at once, also if the last batch is smaller."""
-    config = {
-        "data.train_files": str(vision / "sft.jsonl"),
-        "data.val_files": str(vision / "sft.jsonl"),
-        "data.max_length": 64,
-        "model.path": str(vision / "model"),
-        "trainer.default_local_dir": str(tmp_path / "run"),
-        "trainer.total_training_steps": 1,
-    }
     losses, sizes = [], []
     for size in (8, 3):
-        trainer = SFTTrainer(config | {"data.train_batch_size": size})
+        trainer = sft(vision, tmp_path / "run", **{"data.train_batch_size": size, "trainer.total_training_steps": 1})
         collate = trainer.collate
         trainer.collate = lambda items, collate=collate: sizes.append(len(items)) or collate(items)
         losses.append(trainer.validate()["val/loss"])
@@ -165,19 +164,7 @@ def test_sft_validates_a_batch_of_images_at_a_time(vision, tmp_path):
 
 
 def test_sft_on_images(vision, tmp_path):
-    trainer = SFTTrainer(
-        {
-            "data.train_files": str(vision / "sft.jsonl"),
-            "data.val_files": str(vision / "sft.jsonl"),
-            "data.train_batch_size": 4,
-            "data.max_length": 64,
-            "model.path": str(vision / "model"),
-            "optim.lr": 1e-2,
-            "trainer.default_local_dir": str(tmp_path / "run"),
-            "trainer.logger": ["jsonl"],
-            "trainer.total_training_steps": 6,
-        }
-    )
+    trainer = sft(vision, tmp_path / "run", **{"optim.lr": 1e-2, "trainer.total_training_steps": 6})
     before = trainer.validate()["val/loss"]
     trainer.fit()
     assert trainer.validate()["val/loss"] < before

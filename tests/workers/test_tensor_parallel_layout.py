@@ -147,17 +147,13 @@ def test_an_engine_that_does_not_declare_it_is_refused_by_name(monkeypatch):
     [
         ([], r"2 does not divide the number of ranks that generate, 1: use 1"),
         (["trainer.n_gpus_per_node=3"], r"2 does not divide the number of ranks that generate, 3: use 1 or 3"),
-        (
-            ["trainer.n_gpus_per_node=4", "placement.actor_devices=[0,1]", "placement.rollout_devices=[2]"],
-            r"2 does not divide the number of ranks",
-        ),
+        (["trainer.n_gpus_per_node=4", "placement.actor_devices=[0,1]", "placement.rollout_devices=[2]"],
+         r"2 does not divide the number of ranks"),
         (["trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.name=hf"], r"2 is not supported by .*name=hf"),
-        (
-            ["trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.deterministic=true"],
-            r"tensor_model_parallel_size .*found 2, but rollout.deterministic=true needs 1",
-        ),
+        (["trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.deterministic=true"],
+         r"tensor_model_parallel_size .*found 2, but rollout.deterministic=true needs 1"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_said_when_the_settings_are_read(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_config(overrides=[TP, *overrides])

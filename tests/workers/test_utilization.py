@@ -14,13 +14,8 @@ from verl.protocol import DataProto
 from verl.workers import utilization
 from verl.workers.utilization import Utilization, forward_flops
 
-SIZES = {
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 40,
-}
+SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"vocab_size": 40}
 QWEN2 = Qwen2Config(**SIZES, intermediate_size=24, attn_implementation="eager")
 
 

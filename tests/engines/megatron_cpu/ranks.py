@@ -63,14 +63,9 @@ def megatron_engine(
     from tests.engines.megatron_cpu import shim
 
     shim.install()
-    names = {
-        "t": "tensor_model_parallel_size",
-        "p": "pipeline_model_parallel_size",
-        "c": "context_parallel_size",
-        "e": "expert_model_parallel_size",
-        "et": "expert_tensor_parallel_size",
-        "v": "virtual_pipeline_model_parallel_size",
-    }
+    names = {"t": "tensor_model_parallel_size", "p": "pipeline_model_parallel_size", "c": "context_parallel_size"}
+    names |= {"e": "expert_model_parallel_size", "et": "expert_tensor_parallel_size"}
+    names |= {"v": "virtual_pipeline_model_parallel_size"}
     keys = {names.get(name, name): value for name, value in keys.items()}
     of_model = {name: keys.pop(name) for name in list(keys) if name in schema.ModelConfig.model_fields}
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29713"}.items():

@@ -15,19 +15,8 @@ from torch.utils._device import _device_constructors
 from verl.engines.megatron import runtime
 
 CPU = torch.device("cpu")
-_FACTORIES = (
-    "tensor",
-    "zeros",
-    "ones",
-    "empty",
-    "full",
-    "arange",
-    "rand",
-    "randn",
-    "as_tensor",
-    "zeros_like",
-    "empty_like",
-)
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "as_tensor", "zeros_like")
+_FACTORIES += ("empty_like",)
 
 
 def _on_cpu(device: Any) -> Any:
