@@ -50,6 +50,7 @@ UNREAD += [
 UNREAD += [f"reward.reward_model.{setting}=true" for setting in ("use_dynamic_bsz", "fsdp.param_offload")]
 UNREAD += ["trainer.early_stopping.min_delta=0.1", "trainer.save_best_mode=min"]
 UNREAD += ["trainer.resume_mode=disable trainer.allow_change=[data]", f"{CORRECTION}loss_type=reinforce"]
+UNREAD += ["actor_rollout_ref.model.lora_adapter_path=x actor_rollout_ref.model.exclude_modules=[lm_head]"]
 UNREAD += ["actor_rollout_ref.model.target_modules=[q_proj]", "critic.model.lora_alpha=8", f"{ACTOR}data_loader_seed=1"]
 UNREAD += [f"{ACTOR}optim.num_cycles=2", f"{ACTOR}optim.lr_warmup_steps=5 {ACTOR}optim.lr_warmup_steps_ratio=0.1"]
 UNREAD += [f"{ACTOR}ppo_micro_batch_size_per_gpu=2 {ACTOR}ppo_max_token_len_per_gpu=99"]
@@ -79,7 +80,6 @@ def test_a_setting_of_another_algorithm_is_named(line):
         ["trainer.early_stopping.patience=2", "trainer.early_stopping.min_delta=0.1", "trainer.save_best_mode=min"],
         ["trainer.allow_change=[data]"],
         ["critic.optim.lr_scheduler_type=cosine", "critic.optim.num_cycles=2"],  # the actor's is constant
-        ["actor_rollout_ref.model.lora_adapter_path=x", "actor_rollout_ref.model.exclude_modules=[lm_head]"],
         [f"{ACTOR}use_dynamic_bsz=true", f"{ACTOR}ppo_max_token_len_per_gpu=99"],
         [f"{ACTOR}ppo_max_token_len_per_gpu=99"],
         [f"{ACTOR}shuffle=true", f"{ACTOR}data_loader_seed=1"],
