@@ -19,10 +19,16 @@ class Roles:
         return self.rollout.generate([Request(prompt, params, 0)])
 
     @torch.no_grad()
-    def canary_log_probs(self, batch: DataProto) -> list[tuple[torch.Tensor, bool]]:
+    def canary_log_probs(self, batch: DataProto) -> list[torch.Tensor]:
         responses = batch.batch["responses"]
         logits = self.module(batch.batch["input_ids"]).logits[:, -1 - responses.shape[1] : -1]
-        return [(logits.log_softmax(-1).gather(-1, responses[..., None])[..., 0], False)]
+        return [logits.log_softmax(-1).gather(-1, responses[..., None])[..., 0]]
+
+    def computes_in_16_bits(self) -> list[bool]:
+        return [False]
+
+    def has_compared_weights(self) -> list[bool]:
+        return [False]
 
 
 def check_canary(rollout: RolloutEngine, module: torch.nn.Module, version: int) -> None:

@@ -262,8 +262,14 @@ class Run:
     def canary_response(self, prompt: list[int], max_tokens: int) -> list[Completion | None]:
         return [self.rollout.canary_response(prompt, max_tokens)]
 
-    def canary_log_probs(self, batch: DataProto) -> list[tuple[torch.Tensor, bool]]:
-        return [(self.trainer.infer(batch, ("log_probs",), MicroBatching())["log_probs"], not IS_FLOAT32)]
+    def canary_log_probs(self, batch: DataProto) -> list[torch.Tensor]:
+        return [self.trainer.infer(batch, ("log_probs",), MicroBatching())["log_probs"]]
+
+    def computes_in_16_bits(self) -> list[bool]:
+        return [not IS_FLOAT32]
+
+    def has_compared_weights(self) -> list[bool]:
+        return [self.rollout.has_compared_weights()]
 
     # a fault
 

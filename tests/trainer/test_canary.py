@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from tests.trainer.runs import fit_reports
 from verl.engines.torch_engine import TorchEngine
 from verl.rollout.request import Completion
+from verl.trainer.guards.mismatch import RolloutMismatchError
 from verl.trainer.ppo.canary import Canary, StaleWeightsError
 from verl.weight_sync import ModuleReceiver, ReplicaSync, SyncReport
 
@@ -65,7 +66,10 @@ def test_an_engine_that_copied_shared_weights_once_stops_the_run(lr, settings, m
 class Roles:
     """Roles whose canaries are given: the policy is a table, and its log-probs change by a step in each version."""
 
-    def __init__(self, noise: float, step: float, keeps: int | None = None, narrow: bool = True):
+    def __init__(
+        self, noise: float, step: float, keeps: int | None = None, narrow: bool = True, compared: bool = False
+    ):
+        self.compared = compared
         self.noise, self.step, self.keeps, self.narrow, self.version = noise, step, keeps, narrow, 0
         self.generator = torch.Generator().manual_seed(0)
         self.world = {"rollout": self, "actor": self}
@@ -81,7 +85,13 @@ class Roles:
         return [Completion(list(range(16)), (self._log_probs(version) + noise).tolist(), "length")]
 
     def canary_log_probs(self, batch):
-        return [(self._log_probs(self.version)[None].expand(len(batch), -1), self.narrow)]
+        return [self._log_probs(self.version)[None].expand(len(batch), -1)]
+
+    def computes_in_16_bits(self):
+        return [self.narrow]
+
+    def has_compared_weights(self):
+        return [self.compared]
 
 
 def outcome(roles: Roles, versions=(0, 10, 20)) -> str:
@@ -90,7 +100,8 @@ def outcome(roles: Roles, versions=(0, 10, 20)) -> str:
         assert canary.is_due(roles.version)
         try:
             canary.check(roles.version)
-        except StaleWeightsError as error:
+        except RolloutMismatchError as error:
+            assert isinstance(error, StaleWeightsError) == ("computes something else" not in str(error))
             return str(error)
     return "intact"
 
@@ -106,6 +117,11 @@ def test_noise_of_16_bits_is_no_alarm_and_old_weights_are_one():
     assert "still generates with the weights of version 0" in outcome(Roles(0.006, 1e-2, keeps=0))
     # another model
     assert "does not generate with the weights of version 10" in outcome(Roles(0.006, 0.1, keeps=0), (10,))
+    # the weights were compared in the push: the engine computes something else; but not if it did not before
+    message = outcome(Roles(0.006, 0.1, keeps=0, compared=True), (10,))
+    assert "has the weights of version 10, but computes something else" in message and "(1) packing" in message
+    message = outcome(Roles(0.05, 0.5, keeps=0, compared=True), (0, 10))
+    assert "still generates with the weights of version 0" in message
     # in float32 a single update is enough
     assert "version 10" in outcome(Roles(1e-6, 1e-4, keeps=0, narrow=False))
 

@@ -4,7 +4,7 @@ import copy
 import importlib.util
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ from verl.config import schema
 from verl.engines.base import EngineSpec, Tensors
 from verl.engines.memory import HOST
 from verl.modeling import attention, vision
+from verl.modeling.casting import autocast_dtype
 from verl.modeling.huggingface import load_pretrained, read_config
 from verl.modeling.layers import Kernels
 from verl.modeling.log_probs import token_statistics
@@ -41,7 +42,7 @@ class ModelSpec:
 
     Attributes:
         kind: as in `EngineSpec`.
-        compute_dtype: dtype of the forward pass; autocast if it differs from model_dtype.
+        compute_dtype: dtype of the forward pass; see `modeling.casting` if it differs from model_dtype.
         kernels: how norms, MLPs and rotary embeddings are computed (`modeling.layers`).
         random_init: initialize at random instead of loading weights (for tests and benchmarks).
     """
@@ -65,6 +66,16 @@ class ModelSpec:
         """Whether rows are packed: if the section asks for it and the attention of the model allows it."""
         return self.section.use_remove_padding and vision.packs(self.hf_config)
 
+    @property
+    def autocast_to(self) -> torch.dtype | None:
+        """See `autocast_dtype`."""
+        return autocast_dtype(self.model_dtype, self.compute_dtype)
+
+    @property
+    def casts_at_use(self) -> bool:
+        """Whether layers cast their parameters, which autocast does not support."""
+        return self.compute_dtype != self.model_dtype and self.autocast_to is None
+
 
 def resolve_model(spec: EngineSpec) -> ModelSpec:
     """Dtypes and kernels of the model that `spec` describes. Raises like `check_kernels`."""
@@ -73,7 +84,7 @@ def resolve_model(spec: EngineSpec) -> ModelSpec:
     # under adapters are not trained
     default = compute_dtype if spec.model.has_adapters else torch.float32
     model_dtype = spec.engine.model_dtype
-    return ModelSpec(
+    model = ModelSpec(
         section=spec.model,
         kind=spec.kind,
         device=spec.device,
@@ -83,6 +94,14 @@ def resolve_model(spec: EngineSpec) -> ModelSpec:
         if spec.deterministic
         else choose_kernels(spec.model, spec.engine, spec.device, compute_dtype),
     )
+    if not model.casts_at_use or model.kernels == "plain":
+        return model
+    if model.kernels != "fused":
+        raise ValueError(
+            f"dtype={spec.engine.dtype} with model_dtype={model_dtype}: rollout.deterministic, use_torch_compile and "
+            "use_liger do not support weights in fewer bits than the computation: set both to the same dtype"
+        )
+    return replace(model, kernels="plain")
 
 
 def choose_kernels(
@@ -370,7 +389,7 @@ class TokenModel(nn.Module):
         super().__init__()
         self.module = module
         self.kind = spec.kind
-        self.autocast_to = None if spec.compute_dtype == spec.model_dtype else spec.compute_dtype
+        self.autocast_to = spec.autocast_to
         trunk, self.head = trunk_and_head(module, spec.kind)
         # a function: as an attribute, the trunk would be a second child with the same parameters
         self.get_trunk: Callable[[], nn.Module] = lambda: trunk

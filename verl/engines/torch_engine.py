@@ -34,8 +34,10 @@ from verl.engines.routing import (
     set_replay,
 )
 from verl.engines.sharding import Sharding, make_sharding
+from verl.engines.stochastic_rounding import step_with_stochastic_rounding
 from verl.engines.token_budget import CACHED_TOKENS, TokenBudget, choose_micro_batching, token_budget
 from verl.modeling.attention import attends_in_one_call
+from verl.modeling.casting import cast_at_use
 from verl.modeling.layers import use_kernels
 from verl.modeling.linear import WeightCache
 from verl.modeling.moe import RoutingStatistics
@@ -106,6 +108,8 @@ class TorchEngine(TrainEngine):
             self._checkpoint_activations(spec.model.enable_gradient_checkpointing is True)
         self._weight_cache = WeightCache()
         use_kernels(self.module, self.model_spec.kernels, self._weight_cache)
+        if self.model_spec.casts_at_use and self.sharding.is_unsharded:
+            cast_at_use(self.module, self.model_spec.compute_dtype)
         self.sharding.shard(self.model, self.model_spec)
         self.replicas = (self.sharding.replica,)
         if self.model.vision is not None:
@@ -291,7 +295,10 @@ class TorchEngine(TrainEngine):
             return {"grad_norm": norm.item(), "grad_skipped": 1.0}
         clip_gradients([p.grad for p in parameters], norm, self.spec.optimizer.clip_grad)
         before = [p.detach().clone() for p in parameters] if self._unverified else []
-        self.optimizer.step()
+        if self.spec.engine.stochastic_rounding and self.model_spec.model_dtype == torch.bfloat16:
+            step_with_stochastic_rounding(self.optimizer)
+        else:
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if before and norm > 0 and self.schedule.get_last_lr()[0] > 0:
             check_change(parameters, before)

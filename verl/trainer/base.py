@@ -24,6 +24,7 @@ from verl.trainer.guards.bad_steps import BadSteps
 from verl.trainer.guards.base import RESTART, ROLL_BACK, SKIP, Guard, ask, decide
 from verl.trainer.guards.early_stopping import ValidationWatch
 from verl.trainer.guards.interruption import Interruption, Stopped, UnfinishedStep
+from verl.trainer.guards.mismatch import MismatchLimit
 from verl.trainer.guards.operator_watch import OperatorWatch
 from verl.trainer.guards.quarantine import Quarantine, drop_quarantined
 from verl.trainer.guards.restarts import Restarts, log_restart, settings_for_devices_left
@@ -42,6 +43,7 @@ GUARDS: tuple[type[Guard], ...] = (
     OperatorWatch,  # first: it tells what an interrupted operator means
     Interruption,
     BadSteps,
+    MismatchLimit,
     ValidationWatch,
     Quarantine,  # before a restart, which then drops the rows
     Restarts,  # last: what no other guard can repair

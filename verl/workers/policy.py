@@ -112,16 +112,16 @@ class ActorWorker(RolloutMethods, EngineWorker):
         return self._sync.push(CastWeightSource(self.engine, self.compute_dtype), version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def canary_log_probs(self, batch: DataProto) -> tuple[torch.Tensor, bool]:
-        """The log-probs (B, T) of the same responses on every rank, at temperature 1.
+    def canary_log_probs(self, batch: DataProto) -> torch.Tensor:
+        """The log-probs (B, T) of the same responses on every rank, at temperature 1."""
+        return self.engine.infer(batch, ("log_probs",), MicroBatching())["log_probs"]
 
-        Returns:
-            The log-probs, and whether the trainer or the rollout computes in 16 bits.
-        """
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def computes_in_16_bits(self) -> bool:
+        """Whether the trainer or the rollout does, so that their log-probs differ more."""
         rollout = self.config.rollout.dtype
         rollout_dtype = self.compute_dtype if rollout == "auto" else resolve_dtype(rollout, self.device)
-        log_probs = self.engine.infer(batch, ("log_probs",), MicroBatching())["log_probs"]
-        return log_probs, min(self.compute_dtype.itemsize, rollout_dtype.itemsize) < 4
+        return min(self.compute_dtype.itemsize, rollout_dtype.itemsize) < 4
 
     # ---- log-probs ----------------------------------------------------------------------------------------------
 

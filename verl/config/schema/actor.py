@@ -149,7 +149,12 @@ class RefConfig(_RoleSection):
     log_prob_micro_batch_size_per_gpu: int | None = like(RolloutConfig, "log_prob_micro_batch_size_per_gpu")
     log_prob_use_dynamic_bsz: bool = like(RolloutConfig, "log_prob_use_dynamic_bsz")
     log_prob_max_token_len_per_gpu: int | None = like(RolloutConfig, "log_prob_max_token_len_per_gpu")
-    fsdp_config: EngineConfig = section(EngineConfig, "precision, sharding and offloading", active_when=SHARDED)
+    fsdp_config: EngineConfig = section(
+        EngineConfig,
+        "precision, sharding and offloading",
+        active_when=SHARDED,
+        below=dict.fromkeys(("optimizer_offload", "stochastic_rounding"), ("strategy", never)),
+    )
     megatron: RefMegatronConfig = section(
         RefMegatronConfig,
         "precision and parallelism of strategy=megatron",

@@ -112,6 +112,11 @@ class EngineConfig(Section):
 
     model_dtype: Precision = field("auto", "dtype of the stored weights; auto: fp32")
     dtype: Precision = field("auto", "dtype of the computation; auto: fp32 on a CPU, bf16 on a GPU")
+    stochastic_rounding: bool = field(
+        False,
+        "round updated weights and optimizer state stochastically, so that bf16 weights lose no small updates",
+        active_when=("model_dtype", lambda dtype: dtype in ("bf16", "bfloat16")),
+    )
     use_torch_compile: bool = field(
         False, "compile every layer (GPU only): slow first updates, slightly faster updates afterwards"
     )

@@ -247,6 +247,12 @@ class RolloutConfig(RolloutEngineConfig):
         "that the engine stores, and its log-probs of a canary prompt; also after the first push; 0: off",
         ge=0,
     )
+    max_mismatch: float | None = field(
+        None,
+        "largest rollout/logprob_gap_mean in nats: above it, the first step stops the run and later ones warn; null: "
+        "by dtype, experts and temperature (docs/rollout.md); 0: no limit",
+        ge=0,
+    )
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig, "buckets of the weight sync")
     val_kwargs: ValSamplingConfig = section(ValSamplingConfig, "sampling at validation")
     agent: AgentConfig = section(AgentConfig, "agent loop")

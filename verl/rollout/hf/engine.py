@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from verl.config import schema
+from verl.modeling.casting import autocast_dtype
 from verl.modeling.moe import install_routing
 from verl.modeling.positions import batch_positions, position_axes
 from verl.modeling.vision import Media, TextTokens, attention_of, is_vision_config
@@ -98,7 +99,7 @@ class HFRollout(RolloutEngine):
             raise ValueError(f"{RECORDING_KEY}: {type(module).__name__} is not a mixture of experts: use false")
         self.pad_token_id = pad_token_id
         self.max_rows = max_rows
-        self.autocast_to = None if compute_dtype == module.dtype else compute_dtype
+        self.autocast_to = autocast_dtype(module.dtype, compute_dtype)  # the trainer's module may cast at use instead
         self.weights = weights
         self.reads_images = is_vision_config(module.config)
         self.stats = RolloutStats()

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
+from verl.modeling.casting import autocast_dtype
 from verl.modeling.positions import multimodal_positions
 from verl.modeling.vision import BIDIRECTIONAL, INDEX, Media, VisionForward, insert_features
 from verl.rollout.native.decoder import RopeTable
@@ -113,8 +114,8 @@ class NativeVision:
             INDEX: media.index,
         }
         vision = media.input_of(rows, placed=True).to(embeds.device)
-        parameters = next(self.forward.tower.parameters()).dtype
-        with torch.autocast(embeds.device.type, self.dtype, enabled=self.dtype != parameters):
+        dtype = autocast_dtype(next(self.forward.tower.parameters()).dtype, self.dtype)
+        with torch.autocast(embeds.device.type, dtype, enabled=dtype is not None):
             features = self.forward.features(vision.tensors)
         placed, more = insert_features(embeds[None], features, vision)
         positions = torch.arange(width).expand(count, 3, width).clone()

@@ -1,11 +1,13 @@
 """Checks of the models of a run, before they are built, and of the devices that compute them."""
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from verl.config import schema
+from verl.config.fields import Schema
 from verl.engines import loading
 from verl.engines.base import check_device
 from verl.engines.loading import check_kernels
@@ -15,6 +17,8 @@ from verl.trainer.checks.preflight import Run
 from verl.trainer.startup.roles import pools_of, roles_of
 from verl.utils.device import resolve_device
 from verl.utils.paths import expanded
+
+logger = logging.getLogger("verl.trainer")
 
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "num_key_value_heads", "head_dim")
 
@@ -73,6 +77,27 @@ def check_devices(run: Run) -> None:
     if "critic" in roles:
         check_device(config.critic.strategy, device)
         check_kernels(config.critic.model, device)
+
+
+def warn_of_narrow_weights(config: Schema) -> None:
+    """Warn of trained weights in 16 bits, which small updates do not change."""
+    if isinstance(config, schema.SFTConfig):
+        sections = {"engine": (config.model, config.engine.selected)}
+    else:
+        policy, critic = config.actor_rollout_ref, config.critic
+        sections = {"actor_rollout_ref.actor.fsdp_config": (policy.model, policy.actor.engine)}
+        sections |= {"critic.fsdp": (critic.model, critic.engine)} if "critic" in roles_of(config) else {}
+    for key, (model, engine) in sections.items():
+        if model.has_adapters or not isinstance(engine, schema.EngineConfig):
+            continue
+        lost = {"bf16": 0.2, "bfloat16": 0.2, "fp16": 0.02, "float16": 0.02}.get(engine.model_dtype)
+        if lost and not (engine.stochastic_rounding and lost == 0.2):
+            rounding = f" or {key}.stochastic_rounding=true (the same memory)" if lost == 0.2 else ""
+            logger.warning(
+                "%s.model_dtype=%s: an update of less than %g %% of a weight is lost to rounding, so that with a small "
+                "learning rate nearly no weight changes: use auto (float32 weights; the computation stays in dtype)%s",
+                *(key, engine.model_dtype, lost, rounding),
+            )
 
 
 # ---- one model ------------------------------------------------------------------------------------------------------

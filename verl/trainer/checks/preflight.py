@@ -173,6 +173,7 @@ CHECKS: tuple[Check, ...] = (
     Check("dataset class", CONFIG, "config.check_dataset_class"),
     Check("model configs", CONFIG, "models.check_models", (*TRAINING, GenerationConfig)),
     Check("cluster", CONFIG, "config.check_cluster"),
+    Check("trained weights", CONFIG, "models.warn_of_narrow_weights"),
     Check("devices", CONFIG, "models.check_devices"),
     Check("memory", CONFIG, "planning.check_memory", Config),
     Check("micro-batch losses", CONFIG, "config.check_micro_batch_losses", Config),

@@ -3,7 +3,8 @@
 After the first weight push and every `rollout.check_every` steps, every DP rank of the rollout generates a short greedy
 response, and the training engine computes the log-probs of its tokens. The run stops if
 
-- they differ by more than rounding does (`_LIMITS`), or
+- they differ by more than rounding does (`_LIMITS`). At the first check, after a push that has compared the weights,
+  the engine computes something else with the same weights; or
 - the engine kept the weights of the last check although training has changed the log-probs: the engine returns exactly
   the same response and log-probs again, or its log-probs are much closer to those of the old weights.
 
@@ -20,6 +21,7 @@ from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
 from verl.rollout.request import Completion
 from verl.single_controller.worker_group import WorkerGroup
+from verl.trainer.guards.mismatch import CAUSES, RolloutMismatchError
 from verl.weight_sync.base import is_check_due
 
 #: tokens of the prompt and of the response
@@ -32,7 +34,7 @@ _CHANGED = {"float32": 1e-5, "16 bits": 1e-3}
 _MUCH = 4.0  # times closer to the old weights than to the current ones
 
 
-class StaleWeightsError(RuntimeError):
+class StaleWeightsError(RolloutMismatchError):
     """The rollout engine does not generate with the weights of the trainer."""
 
 
@@ -92,7 +94,8 @@ class Canary:
             The metric weight_sync/canary_mismatch; empty if the engine does not generate with the policy.
 
         Raises:
-            StaleWeightsError: an engine has other weights.
+            RolloutMismatchError: an engine computes other log-probs.
+            StaleWeightsError: it has old weights.
         """
         completions: list[Completion | None] = self.roles["rollout"].canary_response(self.prompt, self.max_tokens)
         if any(completion is None for completion in completions):
@@ -117,8 +120,8 @@ class Canary:
         """The training engine's log-probs of each response. Sets `kind`, the precision of the comparison."""
         unique = list(dict.fromkeys(map(tuple, responses)))  # DP ranks with the same weights respond the same
         columns = build_sequences([self.prompt] * len(unique), unique, pad_token_id=0)
-        ((log_probs, is_narrow), *_) = self.roles["actor"].canary_log_probs(DataProto.from_dict(columns))
-        self.kind = "16 bits" if is_narrow else "float32"
+        log_probs, *_ = self.roles["actor"].canary_log_probs(DataProto.from_dict(columns))
+        self.kind = "16 bits" if any(self.roles["actor"].computes_in_16_bits()) else "float32"
         return [log_probs[unique.index(tuple(response))][: len(response)] for response in responses]
 
     def _compare(self, rank: int, check: _Check) -> None:
@@ -126,10 +129,23 @@ class Canary:
         mean, largest = float(check.mismatch.mean()), float(check.mismatch.max())
         if mean <= limits[0] and largest <= limits[1]:
             return
+        subject, version = f"rollout DP rank {rank}", f"the weights of version {check.version}"
+        difference = (
+            f"its log-probs of a greedy response differ from those of the trainer by {mean:.3g} on average and "
+            f"{largest:.3g} at most, expected at most {limits[0]:g} and {limits[1]:g} ({self.kind})"
+        )
+        if (old := self._last.get(rank)) is not None:  # so the computation is the same
+            raise StaleWeightsError(
+                f"{subject} does not generate with {version}, but did with those of version {old.version}: "
+                f"{difference}. Look for a copy of the weights that a push does not update. {_ADVICE}"
+            )
+        if self.roles["rollout"].has_compared_weights()[rank]:
+            raise RolloutMismatchError(
+                f"{subject} has {version}, but computes something else with them: {difference}. {CAUSES}. {_ADVICE}"
+            )
         raise StaleWeightsError(
-            f"rollout DP rank {rank} does not generate with the weights of version {check.version}: its log-probs of a "
-            f"greedy response differ from those of the trainer by {mean:.3g} on average and {largest:.3g} at most, "
-            f"expected at most {limits[0]:g} and {limits[1]:g} ({self.kind}). {_ADVICE}"
+            f"{subject} does not generate with {version}: {difference}. Check that its receiver() loads every "
+            f"parameter: it is no StoredWeights, so they cannot be compared. If it does: {CAUSES}. {_ADVICE}"
         )
 
     def _compare_with_old(self, rank: int, check: _Check, old: _Check, trained: torch.Tensor) -> None:
@@ -144,12 +160,12 @@ class Canary:
                 f"rollout DP rank {rank} still generates with the weights of version {old.version}, expected version "
                 f"{check.version}: training has changed the log-probs of its greedy response by {changed:.3g} on "
                 f"average, but those of the rollout engine changed by "
-                f"{float((check.rollout - old.rollout).abs().mean()):.3g}. {_ADVICE}"
+                f"{float((check.rollout - old.rollout).abs().mean()):.3g}. Check the receiver() of the rollout engine. "
+                f"{_ADVICE}"
             )
 
 
 _ADVICE = (
-    "Check the receiver() of the rollout engine. An engine that does not generate with the policy sets "
-    "samples_policy = False. If it computes another distribution on purpose, such as with quantized weights, set "
-    "actor_rollout_ref.rollout.check_every=0"
+    "An engine that does not generate with the policy sets samples_policy = False. If it computes another distribution "
+    "on purpose, such as with quantized weights, set actor_rollout_ref.rollout.check_every=0"
 )

@@ -50,6 +50,16 @@ class RolloutMethods(Worker, ABC):
         return self.rollout.canary_response(prompt_ids, max_tokens)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def samples_policy(self) -> bool:
+        """Whether the engine generates with the policy."""
+        return self.rollout.engine.samples_policy
+
+    @register(dispatch_mode=Dispatch.ONE_TO_GROUPS, mesh="rollout")
+    def has_compared_weights(self) -> bool:
+        """See `Rollout.has_compared_weights`."""
+        return self.rollout.has_compared_weights()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep_rollout(self) -> None:
         """Free all memory of generation. Weights must be synced before the next generation."""
         self.rollout.sleep()

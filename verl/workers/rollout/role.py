@@ -21,6 +21,7 @@ from verl.rollout.stop_strings import StopStrings
 from verl.utils.coroutines import gather_coroutines, run_coroutine
 from verl.utils.rng import fork_seed
 from verl.weight_sync import SyncReport, WeightSync, local_sync
+from verl.weight_sync.base import RemoteReceiver, SlicedWeights, StoredWeights
 
 if TYPE_CHECKING:
     from verl.workers.rollout.service import FollowingService, GenerationService
@@ -109,6 +110,12 @@ class Rollout:
             self._used_weights.enter_context(self.train_engine.on_device())
             self._uses_weights = True
         return self._sync.push(CastWeightSource(self.train_engine, self.env.compute_dtype), version)
+
+    def has_compared_weights(self) -> bool:
+        """Whether the weights of a checked push cannot be old: the engine generates with the trainer's parameters, or
+        what it stores was compared with them."""
+        receiver = self.engine.receiver()
+        return receiver is None or isinstance(receiver, StoredWeights | SlicedWeights | RemoteReceiver)
 
     def canary_response(self, prompt_ids: list[int], max_tokens: int) -> Completion | None:
         """Generate a greedy response, outside of the statistics. None: the engine does not sample the policy, or this
