@@ -14,8 +14,20 @@ import pytest
 
 from verl.env_check import check as machine
 from verl.env_check.check import Cards, check_gpus, check_variables, nvidia_smi
-from verl.env_check.packages import CORE, OPTIONAL, check_attention, check_core, check_fsdp2, check_optional
-from verl.env_check.probe import FAULT, NOTE, OK, Check, EnvReport, Probe
+from verl.env_check.packages import (
+    CORE,
+    FAULT,
+    NOTE,
+    OK,
+    OPTIONAL,
+    Check,
+    EnvReport,
+    Probe,
+    check_attention,
+    check_core,
+    check_fsdp2,
+    check_optional,
+)
 from verl.utils.env_check import check_env, possible_modes
 
 ROOT = Path(__file__).parents[2]

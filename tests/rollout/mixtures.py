@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen2
 
 from verl.modeling.moe import install_routing
 from verl.rollout.base import RolloutEngine
-from verl.rollout.request import Completion, Request, SamplingParams, make_requests
-from verl.rollout.stop_strings import StopStrings
+from verl.rollout.request import Completion, Request, SamplingParams, StopStrings, make_requests
 
 SHAPE = dict(vocab_size=53, hidden_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
 SHAPE |= dict(num_experts_per_tok=2, max_position_embeddings=256, eos_token_id=None, bos_token_id=None, pad_token_id=0)

@@ -95,7 +95,6 @@ MOVED = {
     "verl.single_controller.worker_process": "verl.single_controller.local.worker_main",
     "verl.single_controller.ray_group": "verl.single_controller.ray.cluster",
     "verl.single_controller.ray.group": "verl.single_controller.ray.cluster",
-    "verl.single_controller.ray_placement": "verl.single_controller.ray.placement",
     "verl.single_controller.data_plane": "verl.single_controller.remote_batch",
     "verl.single_controller.remote_tensor": "verl.single_controller.remote_batch",
     "verl.single_controller.pickling": "verl.single_controller.remote_batch",
@@ -254,6 +253,11 @@ MOVED = {
     "verl.trainer.startup.recipe": "verl.trainer.checks.preflight",
     "verl.dataflow.pipeline": "verl.dataflow.flow",
     "verl.env_check.machine": "verl.env_check.check",
+    "verl.env_check.probe": "verl.env_check.packages",
+    "verl.rollout.stop_strings": "verl.rollout.request",
+    "verl.rollout.vllm.capabilities": "verl.rollout.vllm.settings",
+    "verl.rollout.sglang.capabilities": "verl.rollout.sglang.settings",
+    "verl.rollout.vllm.experts": "verl.rollout.vllm.slices",
 }
 
 

@@ -16,10 +16,9 @@ from verl.modeling.vision import Media, TextTokens, attention_of, is_vision_conf
 from verl.rollout.base import RolloutEngine, RolloutEnv, RolloutStats, SharesWeights
 from verl.rollout.checks import check_request
 from verl.rollout.loading import empty_module, load_module
-from verl.rollout.request import Completion, Request, SamplingParams, batches_of
+from verl.rollout.request import Completion, Request, SamplingParams, StopStrings, batches_of
 from verl.rollout.routed_experts import RECORDING_KEY
 from verl.rollout.sampling import SAMPLING_KEYS, check_finite, choose, uniform
-from verl.rollout.stop_strings import StopStrings
 from verl.utils.device import resolve_dtype
 from verl.weight_sync import ModuleReceiver
 
