@@ -3,14 +3,14 @@
 import functools
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from verl.checkpoints.safetensors_files import SafetensorsFiles, has_weights
 from verl.registry import did_you_mean
-from verl.utils.paths import expanded
 
 #: attributes that have no effect as an override -> what to use
 _NOT_OVERRIDDEN = {
@@ -117,16 +117,20 @@ def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool
 
 
 def _has_separate_head(path: str, config: Any) -> bool:
-    """Whether the files have a head that differs from the embedding, which transformers then does not tie to it."""
-    folder = expanded(model_source(path))
-    if not getattr(config, "tie_word_embeddings", False) or not has_weights(folder):
+    """Whether the files of a folder have a head that differs from the embedding: transformers does not tie it then."""
+    if not getattr(config, "tie_word_embeddings", False):
         return False
-    files = SafetensorsFiles(folder)
-    rows = getattr(config.get_text_config(), "vocab_size", None)
-    matrices = {name: shape for name, shape in files.shapes().items() if len(shape) == 2 and shape[0] == rows}
-    heads = [name for name in matrices if name.split(".")[-2] in _HEADS]
-    others = [name for name in matrices if name not in heads and heads and matrices[name] == matrices[heads[0]]]
-    return len(heads) == len(others) == 1 and not torch.equal(files.read(heads[0]), files.read(others[0]))
+    try:
+        paths = sorted(Path(model_source(path)).expanduser().glob("model*.safetensors"))
+        files = {name: file for file in (safe_open(each, "pt") for each in paths) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError:  # reported when the weights are loaded
+        return False
+    heads = [name for name in files if f".{name}".split(".")[-2] in _HEADS]
+    if len(heads) != 1:
+        return False
+    shape = files[heads[0]].get_slice(heads[0]).get_shape()
+    same = [name for name, file in files.items() if file.get_slice(name).get_shape() == shape and name not in heads]
+    return len(same) == 1 and not torch.equal(*(files[name].get_tensor(name) for name in (heads[0], same[0])))
 
 
 def _around_embeddings(module: nn.Module) -> list[nn.Module]:
