@@ -33,7 +33,7 @@ from verl.rollout.tensor_parallel import ALONE, TensorParallel, on_every_rank
 if TYPE_CHECKING:
     from verl.modeling.batch_invariant.model import BatchInvariantForward
     from verl.rollout.native.batch_invariant import BatchInvariantDecoder
-    from verl.rollout.native.cuda_decoder import CudaDecoder, Size, StaticBuffers
+    from verl.rollout.native.cuda_decoder import GraphDecoder, Size, StaticBuffers
     from verl.rollout.native.generic.model import ModuleDecoder
     from verl.rollout.native.generic.slots import ModuleCache, ModuleSlotDecoder
     from verl.rollout.native.paged_scheduler import PagedScheduler
@@ -121,7 +121,7 @@ class NativeRollout(RolloutEngine):
         #: the module as it was last read
         self.decoder: Decoder | ModuleDecoder | None = None
         self._cache: SlotCache | BatchInvariantCache | ModuleCache | None = None
-        self._cuda_decoder: CudaDecoder | None = None
+        self._cuda_decoder: GraphDecoder | None = None
         self._torch_decoder: TorchDecoder | BatchInvariantDecoder | ModuleSlotDecoder | None = None
 
     # ---- generating ---------------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ class NativeRollout(RolloutEngine):
         if not self.tp.smallest(fits):
             row_blocks, longest, size = size.width, size.positions, size.with_headroom()
             self._cuda_decoder = None  # freed before the new one is allocated
-            block = cuda_decoder.BLOCK_SIZE * decoder.cache_bytes_per_token()
+            block = max(1, cuda_decoder.BLOCK_SIZE * decoder.cache_bytes_per_token())
             budget = self.cache_bytes if self.cache_bytes is not None else self._gpu_budget(decoder, size.slots)
             if self.records:
                 budget -= 2 * size.responses * math.prod(decoder.routed_experts_shape)
@@ -343,14 +343,27 @@ class NativeRollout(RolloutEngine):
                     f"the KV cache has {max(0, budget):,} bytes, but one row of {longest} tokens needs "
                     f"{row_blocks * block:,}: increase the memory of the cache or decrease the sequence length"
                 )
-            buffers = cuda_decoder.StaticBuffers(decoder, size, min(size.blocks, budget // block), self.records)
-            self._cuda_decoder = self._gpu_decoder(decoder, buffers)
+            self._cuda_decoder = self._gpu_decoder(decoder, size, min(size.blocks, budget // block))
         elif not self.tp.smallest(self._cuda_decoder.addresses == cuda_decoder.addresses(decoder)):
-            self._cuda_decoder = self._gpu_decoder(decoder, self._cuda_decoder.buffers)
+            buffers = self._cuda_decoder.buffers
+            self._cuda_decoder = self._gpu_decoder(decoder, buffers.size, buffers.blocks, buffers)
 
-    def _gpu_decoder(self, decoder: Decoder, buffers: "StaticBuffers") -> "CudaDecoder":
+    def _gpu_decoder(
+        self,
+        decoder: "Decoder | ModuleDecoder",
+        size: "Size",
+        blocks: int,
+        buffers: "StaticBuffers | None" = None,
+    ) -> "GraphDecoder":
+        """A decoder over `buffers`, or new ones."""
         from verl.rollout.native import batch_invariant_cuda, cuda_decoder
 
+        if not self.is_fused:
+            from verl.rollout.native.generic import cuda
+
+            buffers = buffers or cuda.ModuleBuffers(decoder, size, blocks, self.records)
+            return cuda.ModuleCudaDecoder(decoder, buffers, self.graphs)
+        buffers = buffers or cuda_decoder.StaticBuffers(decoder, size, blocks, self.records)
         if self.forward is None:
             return cuda_decoder.CudaDecoder(decoder, buffers, self.graphs)
         return batch_invariant_cuda.BatchInvariantCudaDecoder(decoder, buffers, self.graphs, self.forward)
@@ -361,7 +374,7 @@ class NativeRollout(RolloutEngine):
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         wide = decoder.hidden_size + decoder.mlp_width
-        work = 12 * slots * decoder.vocab_size + 8 * PREFILL_TOKENS * wide
+        work = 12 * slots * decoder.vocab_size + 8 * PREFILL_TOKENS * wide + 2 * slots * decoder.cache_bytes_per_row
         return int(min(0.9 * free, self.memory_share * total)) - work
 
     # ---- memory and weights -------------------------------------------------------------------------------------

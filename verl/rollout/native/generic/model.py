@@ -141,6 +141,16 @@ class ModuleDecoder:
         """Bytes of the states of one row."""
         return self.layout.row_bytes
 
+    @property
+    def max_heads(self) -> int:
+        """Largest number of query heads per key head, as far as the config says."""
+        config = self.module.config.get_text_config().to_dict()
+        return config.get("num_attention_heads") or 1
+
+    def addresses(self) -> tuple[int, ...]:
+        """Addresses of the parameters, which captured graphs contain."""
+        return tuple(parameter.data_ptr() for parameter in self.module.parameters())
+
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Context in which the modules call the attention of this package."""
