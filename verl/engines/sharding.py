@@ -18,6 +18,8 @@ from verl.engines.loading import ModelSpec, TokenModel, checked, empty_module, l
 from verl.engines.memory import HOST
 from verl.engines.micro_batch import split_to
 from verl.engines.parallel import device_mesh, init_process_group, reduce_values, tensor_parallel
+from verl.modeling.attention import is_packed, use_default_attention
+from verl.modeling.packing import padding_reason
 from verl.modeling.sequence_parallel import SequenceRanks
 
 
@@ -45,7 +47,7 @@ class Sharding:
 
     def build(self, spec: ModelSpec) -> torch.nn.Module:
         """The module that `shard` lays out."""
-        return checked(load_module(spec), spec.kind)
+        return checked(load_module(spec), spec)
 
     def shard(self, model: TokenModel, spec: ModelSpec) -> None:
         """Shard the parameters of `model`, in place, and load them."""
@@ -127,17 +129,22 @@ class FSDP2(Sharding):
     def build(self, spec: ModelSpec) -> torch.nn.Module:
         """Build on "meta" on every rank; only the host of the first rank has a full copy, until `shard` is done."""
         on_host = dataclasses.replace(spec, device=HOST)
-        self._first_copy = checked(load_module(on_host), spec.kind) if self.is_first_rank else None
         module = empty_module(on_host)
-        if self._first_copy is not None and self._first_copy.can_generate():
-            module.generation_config = self._first_copy.generation_config  # part of an exported checkpoint
         if self.sequence_ranks is not None:
-            if not spec.packs:
+            if reason := padding_reason(module):
                 raise ValueError(
-                    "sequence parallelism splits packed sequences, and those of this model are padded: set "
-                    "ulysses_sequence_parallel_size=1"
+                    f"sequence parallelism splits packed sequences, and those of {type(module).__name__} are padded: "
+                    f"{reason}. Set ulysses_sequence_parallel_size=1"
                 )
             self.sequence_ranks.check_heads(module.config.get_text_config().num_attention_heads // self.tp_size)
+        packs = is_packed(module)
+        self._first_copy = checked(load_module(on_host), on_host) if self.is_first_rank else None
+        if self._first_copy is not None:
+            packs = is_packed(self._first_copy)
+            if self._first_copy.can_generate():
+                module.generation_config = self._first_copy.generation_config  # part of an exported checkpoint
+        if any(self.max_over_ranks([float(not packs)])) and is_packed(module):
+            use_default_attention(module)
         return module
 
     def shard(self, model: TokenModel, spec: ModelSpec) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl.modeling.huggingface import trunk_of
 from verl.modeling.positions import batch_positions, position_axes
 
 Tensors = dict[str, torch.Tensor]
@@ -48,11 +49,6 @@ def attention_of(config: Any) -> dict[str, str]:
     return {name: part._attn_implementation for name, part in configs.items()}
 
 
-def packs(config: Any) -> bool:
-    """Whether rows can be packed: a text model, or one in `PACKED`."""
-    return not is_vision_config(config) or config.model_type in PACKED
-
-
 def tower_of(module: nn.Module) -> tuple[str, nn.Module]:
     """Name and module of the vision tower. Raises ValueError if the model has none with a known name."""
     for name, child in module.named_modules():
@@ -79,7 +75,8 @@ def tower_sizes(config: Any) -> tuple[int, int, int, int] | None:
 
 def language_model_of(module: nn.Module) -> nn.Module:
     """The decoder inside a vision-language model; the decoder itself for a text model."""
-    return dict(module.base_model.named_children()).get("language_model", module.base_model)
+    trunk = trunk_of(module)
+    return dict(trunk.named_children()).get("language_model", trunk)
 
 
 def outside_language_model(module: nn.Module) -> list[str]:
@@ -165,7 +162,11 @@ class Media:
         return batch_positions(self.config, columns["input_ids"], columns["attention_mask"], width, rows)
 
     def input_of(
-        self, rows: Tensors, kept: torch.Tensor | None = None, placed: bool | None = None
+        self,
+        rows: Tensors,
+        kept: torch.Tensor | None = None,
+        placed: bool | None = None,
+        order: torch.Tensor | None = None,
     ) -> VisionInput | None:
         """The images of a micro-batch; None without.
 
@@ -173,6 +174,7 @@ class Media:
             rows: input_ids, attention_mask, responses and `INDEX` of its rows.
             kept: (N,) flat index of each token that is computed; None: padded rows.
             placed: whether the caller places the features; None: if the model type is in `PACKED`.
+            order: (b, L) the columns that are computed, of padded rows; None: all.
 
         Raises:
             ValueError: a row whose placeholder tokens do not match its images.
@@ -181,7 +183,9 @@ class Media:
         if bool((index < 0).all()):
             return None
         if not (self.config.model_type in PACKED if placed is None else placed):
-            return self._row_by_row(rows)
+            return self._row_by_row(rows, order)
+        if order is not None:
+            kept = (order + rows["input_ids"].shape[1] * torch.arange(len(order))[:, None]).flatten()
         used = sorted({i for i in index.tolist() if i >= 0})
         local = torch.zeros(len(self.inputs), dtype=torch.long)
         local[used] = torch.arange(len(used))
@@ -236,11 +240,14 @@ class Media:
                 f"found {actual}: the prompt was truncated, or its placeholders were not expanded by the processor"
             )
 
-    def _row_by_row(self, rows: Tensors) -> VisionInput:
+    def _row_by_row(self, rows: Tensors, order: torch.Tensor | None) -> VisionInput:
         ids, index = rows["input_ids"], rows[INDEX]
         text = torch.where(index < 0, ids.shape[1], rows["responses"].shape[1])
         nothing = torch.zeros(0, dtype=torch.long)
-        return VisionInput(self.by_row(index.tolist()), nothing, nothing, TextTokens.find(self.config, ids, text))
+        tokens = TextTokens.find(self.config, ids, text)
+        if order is not None:
+            tokens = TextTokens(tokens.ids.gather(1, order), tokens.tokens.gather(1, order))
+        return VisionInput(self.by_row(index.tolist()), nothing, nothing, tokens)
 
     def by_row(self, index: Sequence[int]) -> Tensors:
         """The tensors of rows, concatenated in their order. index: the inputs of each row, -1 for none."""
@@ -331,7 +338,7 @@ class VisionForward:
     """
 
     def __init__(self, module: nn.Module, always: bool = False):
-        self.config, self.trunk, self.always = module.config, module.base_model, always
+        self.config, self.trunk, self.always = module.config, trunk_of(module), always
         self.inserts_features = self.config.model_type in PACKED
         self.tower = tower_of(module)[1]
         self.parameters = inspect.signature(self.trunk.forward).parameters
