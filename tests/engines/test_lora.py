@@ -6,13 +6,24 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    DeepseekV3Config,
+    GptOssConfig,
+    JetMoeConfig,
+    Mamba2Config,
+)
 
 from tests.engines.ranks import (
     FLOAT64,
+    MIXTURES,
     OPTIMIZER,
+    SIZES,
     UNEVEN,
     assert_same,
+    engine_alone,
+    engine_on_rank,
     make_batch,
     make_engine,
     make_spec,
@@ -23,10 +34,14 @@ from tests.engines.ranks import (
     share_of,
     train,
 )
-from verl.config.schema import OptimConfig
+from verl.config import load_config
+from verl.config.schema import ModelConfig, OptimConfig
 from verl.engines.base import MicroBatching
-from verl.engines.loading import load_module, resolve_model
+from verl.engines.loading import check_model, load_module, resolve_model
 from verl.engines.torch_engine import TorchEngine
+from verl.model_merger.merge import MergeOptions, merge
+from verl.trainer.checks.models import check_models
+from verl.trainer.checks.preflight import Run
 
 pytest.importorskip("peft")
 
@@ -166,14 +181,17 @@ def test_a_value_model_trains_its_head_too_and_peft_reads_it(tmp_path):
 
 def test_excluded_modules_get_no_adapter_and_the_log_says_what_is_trained(path, caplog):
     modules = {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]}
+    engine = make_engine(path, OPTIMIZER, lora_rank=2, **modules)
     with caplog.at_level("INFO", "verl.engines"):
-        engine = make_engine(path, OPTIMIZER, lora_rank=2, **modules)
+        check_model(ModelConfig(path=path, lora_rank=2, **modules))
     adapted = {name.split(".lora_")[0] for name, _ in engine.module.named_parameters() if ".lora_" in name}
     assert adapted == {
         f"model.layers.{name}" for name in ("1.self_attn.q_proj", "0.self_attn.v_proj", "1.self_attn.v_proj")
     }
-    # q: 2 x (32 + 32), v: 2 x (32 + 16), twice
-    assert "rank 2 on 3 layers; 320 of " in caplog.text
+    # q: 2 x (32 + 32), v: 2 x (32 + 16), twice; the first q is frozen, 32 x 32
+    total = sum(p.numel() for p in engine.module.parameters())
+    assert f"rank 2 on 3 layers (self_attn.q_proj, self_attn.v_proj); 320 of {total:,} parameters" in caplog.text
+    assert f"self_attn.q_proj {100 * 32 * 32 / total:.2g}%" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -247,3 +265,124 @@ def test_ranks_give_the_numbers_of_one_device(world, sharding, path, tmp_path):
     # and one device resumes from the ranks' checkpoint
     alone.load(tmp_path / "ranks", CONTENTS)
     assert_close(dict(alone.weights()), ranks[0]["weights"], atol=1e-15)
+
+
+# ---- mixtures of experts, and layers that an adapter cannot change ---------------------------------------------
+
+MIXTURE = {"lora_rank": 3, "lora_alpha": 6, "target_parameters": ["all-experts"]}
+
+
+def test_ranks_give_the_adapters_of_experts_of_one_device(tmp_path):
+    path = save_model(MIXTURES["qwen3_moe"], tmp_path / "model")
+    ranks = run_on_ranks(2, engine_on_rank, path, UNEVEN, **MIXTURE, **FLOAT64)
+    assert_same(ranks, engine_alone(path, **MIXTURE, **FLOAT64), atol=1e-9)
+
+
+def deepseek() -> DeepseekV3Config:
+    """A dense layer, then one with four routed experts and a shared one."""
+    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+    sizes = SIZES | {"num_key_value_heads": 4, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+    return DeepseekV3Config(**sizes, **heads, **experts, head_dim=4)
+
+
+def gpt_oss() -> GptOssConfig:
+    """Experts as (experts, in, out), whose down_proj is square."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+    return GptOssConfig(**SIZES | experts, head_dim=8, layer_types=["full_attention"] * 2)
+
+
+@pytest.mark.parametrize("config", [deepseek, gpt_oss])
+def test_adapters_of_experts_are_merged_and_read_by_peft(config, tmp_path):
+    from peft import PeftModel
+
+    path, actor = save_model(config(), tmp_path / "model"), tmp_path / "run" / "actor"
+    engine = make_engine(path, OPTIMIZER, use_remove_padding=False, **MIXTURE)
+    base = {name: value.clone() for name, value in engine.adapters.base()}
+    train(engine, make_batch(), MicroBatching())
+    engine.save(actor, CONTENTS)
+    merged = dict(engine.weights())
+    changed = {name.split(".")[-1] for name in base if not torch.equal(base[name], merged[name])}
+    assert changed == {"weight", "gate_up_proj", "down_proj"}
+    # one expert by hand: row e r + k of A, column k E + e of B, scaled by alpha / r = 2
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    tensors = load_file(actor / "lora_adapter" / "adapter_model.safetensors")
+    prefix = "base_model.model.model.layers.1.mlp.experts.base_layer"
+    a, b = tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"]
+    delta = 2 * sum(torch.outer(b[:, k * 4 + 3], a[3 * 3 + k]) for k in range(3))
+    expected = base[name][3] + (delta.T if config is gpt_oss else delta)
+    assert torch.allclose(merged[name][3], expected, atol=1e-6)
+    ids = torch.arange(1, 9)[None]
+    logits = engine.module.eval()(ids).logits
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), actor / "lora_adapter").eval()
+    assert torch.allclose(theirs(ids).logits, logits, atol=1e-5)
+    merge(MergeOptions(actor, tmp_path / "merged"))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert torch.allclose(plain(ids).logits, logits, atol=1e-4)
+    adapter = str(actor / "lora_adapter")
+    reloaded = make_engine(path, OPTIMIZER, use_remove_padding=False, lora_adapter_path=adapter)
+    assert_close(dict(reloaded.weights()), merged, atol=0)
+
+
+def test_the_log_names_frozen_experts(tmp_path, caplog):
+    path = save_model(deepseek(), tmp_path)
+    with caplog.at_level("INFO", "verl.engines"):
+        check_model(ModelConfig(path=path, lora_rank=2))
+    line = caplog.messages[-1]
+    # 4 x (48 x 32 + 32 x 24) of all
+    total = sum(p.numel() for p in make_engine(path, lora_rank=2).module.parameters())
+    assert f"experts.gate_up_proj {100 * 4 * 48 * 32 / total:.2g}%" in line and "mlp.gate " in line
+    assert "shared_experts.up_proj" in line and "model.target_parameters=[all-experts] adapts the experts" in line
+    caplog.clear()
+    with caplog.at_level("INFO", "verl.engines"):
+        check_model(ModelConfig(path=path, **MIXTURE))
+    assert "adapts the experts" not in caplog.text
+
+
+def adapted_names(config, folder: Path) -> set[str]:
+    module = make_engine(save_model(config, folder), use_remove_padding=False, lora_rank=2).module
+    return {name.split(".lora_A")[0].rpartition(".")[2] for name, _ in module.named_parameters() if ".lora_A" in name}
+
+
+def test_layers_that_an_adapter_cannot_change_are_frozen(tmp_path):
+    mamba = Mamba2Config(
+        **{"num_heads": 8, "head_dim": 8, "hidden_size": 32, "state_size": 8, "n_groups": 1, "chunk_size": 4},
+        **{"num_hidden_layers": 2, "vocab_size": 32},
+    )
+    assert adapted_names(mamba, tmp_path / "mamba") == {"in_proj"}  # out_proj.weight is an argument of its kernel
+    router = JetMoeConfig(
+        **{"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 8},
+        **{"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+    )
+    assert adapted_names(router, tmp_path / "router") == {"kv_proj"}  # not router.layer, of four outputs
+    path = str(tmp_path / "mamba")
+    with pytest.raises(ValueError, match=r"Mamba2Mixer passes the weight of .*out_proj to a kernel"):
+        make_engine(path, use_remove_padding=False, lora_rank=2, target_modules=["out_proj"])
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "message"),
+    [
+        (qwen2, ["all-experts"], "Qwen2ForCausalLM has no fused experts: remove the key"),
+        (deepseek, ["experts.up_proj"], r"no tensor of experts is called 'experts.up_proj': .*experts.gate_up_proj"),
+    ],
+)
+def test_expert_tensors_that_do_not_exist_are_refused(config, names, message, tmp_path):
+    path = save_model(config(), tmp_path)
+    with pytest.raises(ValueError, match=message):
+        check_model(ModelConfig(path=path, lora_rank=2, target_parameters=names))
+
+
+def test_experts_with_adapters_are_not_distributed(tmp_path):
+    path = save_model(MIXTURES["qwen3_moe"], tmp_path)
+    with pytest.raises(AssertionError, match="expert_parallel_size=2: experts with LoRA adapters are not distributed"):
+        run_on_ranks(2, engine_on_rank, path, UNEVEN, expert_parallel_size=2, **MIXTURE)
+
+
+def test_adapters_of_experts_are_pushed_merged(tmp_path):
+    path = save_model(MIXTURES["qwen3_moe"], tmp_path)
+    assert make_engine(path, OPTIMIZER, **MIXTURE).adapter_config() is None
+    model = {"path": path, **MIXTURE}
+    config = load_config({"actor_rollout_ref": {"model": model, "rollout": {"lora_sync": "adapters"}}})
+    with pytest.raises(ValueError, match=r"lora_sync=adapters: adapters of experts, .* are pushed merged: use merged"):
+        check_models(Run(config))

@@ -66,6 +66,8 @@ def test_a_published_algorithm_uses_all_of_its_settings(name):
         (["trainer.resume_mode=disable", "trainer.allow_change=[data]"], "trainer.allow_change"),
         (["trainer.max_critic_ckpt_to_keep=2", "algorithm.name=grpo"], "trainer.max_critic_ckpt_to_keep"),
         (["actor_rollout_ref.model.target_modules=[q_proj]"], "actor_rollout_ref.model.target_modules"),
+        (["actor_rollout_ref.model.lora_adapter_path=x", "actor_rollout_ref.model.exclude_modules=[lm_head]"],
+         "actor_rollout_ref.model.exclude_modules"),
         (["critic.model.lora_alpha=8"], "critic.model.lora_alpha"),
         (["algorithm.rollout_correction.loss_type=reinforce"], "algorithm.rollout_correction.loss_type"),
         ([f"{ACTOR}data_loader_seed=1"], f"{ACTOR}data_loader_seed"),
@@ -100,7 +102,6 @@ def test_a_setting_of_another_algorithm_is_named(overrides, key):
         ["trainer.early_stopping.patience=2", "trainer.early_stopping.min_delta=0.1", "trainer.save_best_mode=min"],
         ["trainer.allow_change=[data]"],
         ["critic.optim.lr_scheduler_type=cosine", "critic.optim.num_cycles=2"],  # the actor's is constant
-        ["actor_rollout_ref.model.lora_adapter_path=x", "actor_rollout_ref.model.exclude_modules=[lm_head]"],
         [f"{ACTOR}use_dynamic_bsz=true", f"{ACTOR}ppo_max_token_len_per_gpu=99"],
         [f"{ACTOR}ppo_max_token_len_per_gpu=99"],
         [f"{ACTOR}shuffle=true", f"{ACTOR}data_loader_seed=1"],

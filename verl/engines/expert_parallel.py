@@ -64,6 +64,11 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
         )
     if experts[0].num_experts % size:
         raise ValueError(f"{KEY}={size} does not divide the model's {experts[0].num_experts} experts")
+    if any(name.endswith(".base_layer") for name, child in module.named_modules() if child in experts):
+        raise ValueError(
+            f"{KEY}={size}: experts with LoRA adapters are not distributed over ranks: use {KEY}=1, or remove "
+            "model.target_parameters"
+        )
     for layer in experts:
         for name, parameter in list(layer.named_parameters()):
             share = distribute_tensor(parameter.detach(), mesh[EXPERT], [Shard(0)], src_data_rank=None)

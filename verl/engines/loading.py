@@ -174,7 +174,9 @@ def check_model(model: schema.ModelConfig, kind: str = "causal_lm") -> None:
     spec = ModelSpec(model, kind)
     _recipe(spec)
     if spec.section.has_adapters:
-        empty_module(spec)
+        from verl.engines.lora import Adapters
+
+        logger.info("LoRA adapters of %s: %s", model.path, Adapters(empty_module(spec)).describe())
 
 
 def adapter_config(model: schema.ModelConfig) -> dict[str, Any] | None:

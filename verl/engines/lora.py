@@ -5,19 +5,23 @@ The output of an adapted layer is W x + scale * B A x with scale = alpha / rank.
 adapters disabled (or set to the initial ones), so it needs no second copy.
 """
 
+import functools
+import inspect
 import json
+import re
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from verl.config import schema
 from verl.engines.checkpoint import copy_into
-from verl.modeling.moe import expert_modules
 from verl.modeling.vision import is_vision_config, outside_language_model
 from verl.registry import did_you_mean
 from verl.utils.paths import read_json
@@ -26,6 +30,10 @@ from verl.utils.paths import read_json
 TRAINED, START = "default", "start"
 #: prefix of a module's parameter names in peft's files
 _PREFIX = "base_model.model."
+#: in target_modules: every linear layer that an adapter can change; in target_parameters: all experts
+ALL_LINEAR, ALL_EXPERTS = "all-linear", "all-experts"
+#: the weight of a layer as a tensor. Bloom reads rows of it to emulate the rounding of its training
+_WEIGHT_READ = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|data)\b|\[)")
 _SEED = 0  # seed of A of new adapters, so that it is the same in every run and on every rank
 
 
@@ -45,11 +53,17 @@ def add_adapters(module: nn.Module, model: schema.ModelConfig) -> nn.Module:
     except ImportError as error:
         raise ImportError("LoRA (model.lora_rank, model.lora_adapter_path) needs peft: pip install peft") from error
     settings = _peft_config(module, model)
+    # without the config of a model, peft uses the targets as they are: for model types in its tables it would replace
+    # layers called gate_proj by the fused experts
+    children = nn.ModuleDict(dict(module.named_children()))
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # peft warns about two adapters, which are intended
         torch.manual_seed(_SEED)
         for adapter in (TRAINED, START) if model.lora_adapter_path is not None else (TRAINED,):
-            inject_adapter_in_model(settings, module, adapter)
+            inject_adapter_in_model(settings, children, adapter)
+    for name, child in children.items():
+        setattr(module, name, child)
+    module.peft_config = children.peft_config
     _check_layers(module)
     adapters = Adapters(module)
     adapters.switch(on=True)
@@ -62,6 +76,9 @@ def add_adapters(module: nn.Module, model: schema.ModelConfig) -> nn.Module:
     return module
 
 
+# ---- which layers get adapters --------------------------------------------------------------------------------------
+
+
 def _peft_config(module: nn.Module, model: schema.ModelConfig):
     """PEFT configuration: that of the adapter to start from, or one built from the section."""
     from peft import LoraConfig as PeftLoraConfig
@@ -70,7 +87,6 @@ def _peft_config(module: nn.Module, model: schema.ModelConfig):
     head = ["score"] if not module.can_generate() else []  # a value head is trained in full
     if model.lora_adapter_path is None:
         _check_names(module, model)
-        targets = _targets(module, model)
         excluded = list(model.exclude_modules or ())
         if model.exclude_modules is None and is_vision_config(module.config):
             excluded = outside_language_model(module)
@@ -78,7 +94,8 @@ def _peft_config(module: nn.Module, model: schema.ModelConfig):
         return PeftLoraConfig(
             r=model.lora_rank,
             lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
-            target_modules="all-linear" if targets == ["all-linear"] else targets,
+            target_modules=_expanded(model.target_modules, ALL_LINEAR, _adaptable_layers(module)),
+            target_parameters=_expanded(model.target_parameters or (), ALL_EXPERTS, expert_tensors(module)) or None,
             exclude_modules=[*excluded, *head] or None,
             base_model_name_or_path=model.path,
             task_type="TOKEN_CLS" if head else "CAUSAL_LM",
@@ -100,44 +117,112 @@ def _peft_config(module: nn.Module, model: schema.ModelConfig):
         raise ValueError(f"{path}: training with {unsupported or f'modules_to_save {full}'} is not supported")
     settings.modules_to_save, settings.inference_mode, settings.lora_dropout = None, False, 0.0
     settings.base_model_name_or_path = model.path  # the base model may have moved since the adapter was trained
+    linear = {f"{name}.weight": name for name, layer in module.named_modules() if is_linear(layer)}
+    by_weight = linear.keys() & (settings.target_parameters or ())  # see `Adapters._peft_targets`
+    if by_weight:
+        settings.target_modules = sorted({*settings.target_modules, *(linear[name] for name in by_weight)})
+        settings.target_parameters = [name for name in settings.target_parameters if name not in by_weight] or None
     return settings
 
 
-def _targets(module: nn.Module, model: schema.ModelConfig) -> list[str]:
-    """Names of the layers that get adapters. Experts and routers are not linear layers and stay frozen."""
-    targets = list(model.target_modules)
-    if targets != ["all-linear"] or not expert_modules(module):
-        return targets
+def _expanded(names: Sequence[str], shorthand: str, selected: Iterable[str]) -> list[str]:
+    """The names, with `shorthand` replaced by those that it selects."""
+    return sorted({*selected, *names} - {shorthand}) if shorthand in names else list(names)
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Whether a layer computes x W^T + b, unlike routers that are subclasses of `nn.Linear`."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(layer).forward in (nn.Linear.forward, Conv1D.forward)
+
+
+def _adaptable_layers(module: nn.Module) -> Iterator[str]:
+    """Names of the linear layers that "all-linear" selects.
+
+    All but the head, routers, layers that share their weight with another one, and layers that are not called.
+    """
     head = module.get_output_embeddings() if module.can_generate() else None
-    names = (name for name, layer in module.named_modules() if type(layer) is nn.Linear and layer is not head)
-    return sorted({name.rpartition(".")[2] for name in names})
+    uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+    # the module of a mixture of experts, with the router and the experts -> number of experts
+    mixtures = {name.rsplit(".", 2)[0] + ".": len(experts) for name, experts in expert_tensors(module).items()}
+    for owner, parent in module.named_modules():
+        for last, layer in parent.named_children():
+            if not is_linear(layer) or layer is head or uses[id(layer.weight)] > 1:
+                continue
+            name = f"{owner}.{last}" if owner else last
+            routes = any(name.startswith(start) and len(layer.weight) == size for start, size in mixtures.items())
+            if not routes and last not in _weights_read_by(type(parent)):
+                yield name
+
+
+@functools.cache
+def _weights_read_by(cls: type) -> frozenset[str]:
+    """Names of the layers whose weights the code of a class passes to functions, such as the kernels of Mamba, instead
+    of calling the layers: an adapter would have no effect."""
+    names: set[str] = set()
+    for base in cls.__mro__:
+        if base.__module__.startswith("torch.") or base.__name__ == "PreTrainedModel" or base is object:
+            continue
+        try:
+            names.update(_WEIGHT_READ.findall(inspect.getsource(base)))
+        except OSError:  # a class without source code, such as one that was made by a program
+            continue
+    return frozenset(names)
+
+
+def expert_tensors(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Name -> fused weights of the experts of a layer: (experts, out, in), or (experts, in, out)."""
+    config = module.config.get_text_config().to_dict()
+    sizes = {value for key, value in config.items() if "expert" in key and isinstance(value, int)}
+    return {
+        f"{owner}.{name}".replace(".base_layer", ""): parameter
+        for owner, layer in module.named_modules()
+        for name, parameter in layer.named_parameters(recurse=False)
+        if parameter.ndim == 3 and min(parameter.shape) > 1 and len(parameter) in sizes
+    }
 
 
 def _check_names(module: nn.Module, model: schema.ModelConfig) -> None:
-    """Raise ValueError for a name that matches no module."""
+    """Raise ValueError for a name that matches nothing."""
     layers = dict(module.named_modules())
-    for key, suffixes in (("target_modules", model.target_modules), ("exclude_modules", model.exclude_modules or ())):
+    linear = {name.rpartition(".")[2] for name, layer in layers.items() if isinstance(layer, nn.Linear)}
+    experts = expert_tensors(module)
+    if model.target_parameters and not experts:
+        raise ValueError(
+            f"model.target_parameters={model.target_parameters}: {type(module).__name__} has no fused experts: remove "
+            "the key"
+        )
+    for key, suffixes, names, kind, near in (
+        ("target_modules", {*model.target_modules} - {ALL_LINEAR}, layers, "linear layer", linear),
+        ("exclude_modules", model.exclude_modules or (), layers, "linear layer", linear),
+        (
+            *("target_parameters", {*(model.target_parameters or ())} - {ALL_EXPERTS}, experts, "tensor of experts"),
+            {".".join(name.split(".")[-2:]) for name in experts},
+        ),
+    ):
         for suffix in suffixes:
-            if suffix != "all-linear" and not any(f".{name}".endswith(f".{suffix}") for name in layers):
-                linear_names = {
-                    name.rpartition(".")[2] for name, layer in layers.items() if isinstance(layer, nn.Linear)
-                }
-                raise ValueError(
-                    f"model.{key}: no linear layer is called {suffix!r}: {did_you_mean(suffix, linear_names)}"
-                )
+            if not any(f".{name}".endswith(f".{suffix}") for name in names):
+                raise ValueError(f"model.{key}: no {kind} is called {suffix!r}: {did_you_mean(suffix, near)}")
 
 
 def _check_layers(module: nn.Module) -> None:
-    """Raise ValueError for adapters on anything but a linear layer with an untied weight."""
-    from peft.tuners.lora import Linear
-
+    """Raise ValueError for adapters on anything but a linear layer with an untied weight, or experts."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     for name, layer in _layers(module).items():
-        if not isinstance(layer, Linear):
-            raise ValueError(f"target_modules: {name} is a {type(layer.get_base_layer()).__name__}, expected Linear")
-        tied = names[id(layer.get_base_layer().weight)]
+        base, parent = layer.get_base_layer(), module.get_submodule(name.rpartition(".")[0])
+        if _is_of_experts(layer):
+            continue
+        if not is_linear(base):
+            raise ValueError(f"target_modules: {name} is a {type(base).__name__}, expected Linear")
+        if name.rpartition(".")[2] in _weights_read_by(type(parent)):
+            raise ValueError(
+                f"target_modules: {type(parent).__name__} passes the weight of {name} to a kernel, so an adapter there "
+                "has no effect: remove it, or use all-linear"
+            )
+        tied = names[id(base.weight)]
         if len(tied) > 1:
             raise ValueError(f"target_modules: the weight of {name} is shared ({tied}); exclude it")
 
@@ -155,13 +240,27 @@ class Adapters:
         self.module = module
         self.settings = module.peft_config[TRAINED]
         self._layers = _layers(module)
+        #: HuggingFace name of a parameter -> the layer that adapts it
+        self._adapted = {_adapted_parameter(name, layer): layer for name, layer in self._layers.items()}
+        #: names of the adapted weights of experts; of one module, the innermost adapter first
+        self.experts = [name for name, layer in self._adapted.items() if _is_of_experts(layer)][::-1]
         self._value_model = not module.can_generate()
 
     def describe(self) -> str:
-        """Rank, layers and the number of trained parameters, for the log."""
-        trained = sum(parameter.numel() for _, parameter in self.parameters())
+        """Rank, layers, the number of trained parameters, and the weights that stay frozen, for the log."""
+        weights = {name: p for name, p in self.base() if p.ndim > 1}
         total = sum(parameter.numel() for parameter in self.module.parameters())
-        return f"rank {self.settings.r} on {len(self._layers)} layers; {trained:,} of {total:,} parameters are trained"
+        trained = sum(parameter.numel() for _, parameter in self.parameters())
+        adapted, frozen = Counter(), Counter()
+        for name, parameter in weights.items():
+            (adapted if name in self._adapted else frozen)[_kind_of(name)] += parameter.numel()
+        line = f"rank {self.settings.r} on {len(self._layers)} layers ({', '.join(sorted(adapted))}); "
+        line += f"{trained:,} of {total:,} parameters are trained"
+        shares = [f"{name} {100 * size / total:.2g}%" for name, size in frozen.most_common()]
+        line += f"; weights without adapters, in % of all parameters: {', '.join(shares)}" if shares else ""
+        if any(name in weights and name not in self._adapted for name in expert_tensors(self.module)):
+            line += f"; model.target_parameters=[{ALL_EXPERTS}] adapts the experts"
+        return line
 
     def parameters(self, adapter: str = TRAINED) -> Iterator[tuple[str, nn.Parameter]]:
         """(PEFT name, parameter) of one adapter and of a value head."""
@@ -174,27 +273,27 @@ class Adapters:
 
     def merged(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (HuggingFace name, parameter) with the adapters merged; as sharded as the module."""
-        for name, layer, value in self._without_adapters():
-            if layer is not None:
-                value = (value + layer.get_delta_weight(TRAINED).detach()).to(value.dtype)
+        for name, value in self.base():
+            if name in self._adapted:
+                delta = self._adapted[name].get_delta_weight(TRAINED).detach()
+                if isinstance(delta, DTensor) and delta.placements != value.placements:
+                    delta = delta.redistribute(placements=value.placements)
+                value = (value + delta).to(value.dtype)
             yield name, value
 
     def base(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (HuggingFace name, parameter) without the adapters; as sharded as the module."""
-        for name, _, value in self._without_adapters():
-            yield name, value
-
-    def _without_adapters(self) -> Iterator[tuple[str, nn.Module | None, torch.Tensor]]:
-        """Yield (HuggingFace name, its adapted layer or None, parameter) of all parameters but the adapters."""
         for name, parameter in self.module.named_parameters():
-            layer_name, inside, last = name.rpartition(".base_layer.")
-            if ".lora_" in name:
-                continue
-            layer = self._layers[layer_name] if inside and last == "weight" else None
-            yield f"{layer_name}.{last}" if inside else name, layer, parameter.detach()
+            if ".lora_" not in name:
+                yield name.replace(".base_layer", ""), parameter.detach()
 
-    def config(self) -> dict[str, Any]:
-        """The configuration in PEFT format, and `scaling`: name of each layer -> factor of B A."""
+    def config(self) -> dict[str, Any] | None:
+        """The configuration in PEFT format, and `scaling`: name of each layer -> factor of B A.
+
+        None if adapters can only be merged: those of experts, and of layers with a weight (in, out).
+        """
+        if self.experts or self.settings.fan_in_fan_out:
+            return None
         settings = {key: sorted(v) if isinstance(v, set) else v for key, v in self.settings.to_dict().items()}
         return settings | {"scaling": {name: layer.scaling[TRAINED] for name, layer in self._layers.items()}}
 
@@ -231,10 +330,26 @@ class Adapters:
         path = folder / "adapter_config.json"
         # peft writes sets, whose order differs between processes
         ordered = {key: sorted(v) for key, v in self.settings.to_dict().items() if isinstance(v, set)}
+        ordered |= self._peft_targets()
         if self._value_model:  # tells peft that the head in the file replaces the model's
             ordered["modules_to_save"] = ["score"]
         text = json.dumps(read_json(path) | ordered, indent=2)
         path.write_text(text, encoding="utf-8")
+
+    def _peft_targets(self) -> dict[str, list[str]]:
+        """target_modules and target_parameters from which peft adapts the same layers of this model.
+
+        Of a mixture, peft takes names such as gate_proj for the experts, whose layers had them before they were fused.
+        A layer with such a name is listed by its weight.
+        """
+        layers = [name for name, layer in self._layers.items() if not _is_of_experts(layer)]
+        last_names = {name.rpartition(".")[2] for name in layers}
+        experts = {name for name in last_names if _means_experts(name, self.module)}
+        by_weight = [f"{name}.weight" for name in layers if name.rpartition(".")[2] in experts]
+        if not by_weight and not self.experts:
+            return {}
+        modules = sorted(name for name in layers if f"{name}.weight" not in by_weight)
+        return {"target_modules": modules, "target_parameters": [*self.experts, *by_weight]}
 
     @torch.no_grad()
     def load(self, folder: Path, adapter: str = TRAINED) -> None:
@@ -260,3 +375,34 @@ class Adapters:
             )
         for name, parameter in parameters.items():
             copy_into(parameter, saved[name])
+
+
+def _is_of_experts(layer: nn.Module) -> bool:
+    from peft.tuners.lora.layer import ParamWrapper
+
+    return isinstance(layer, ParamWrapper)
+
+
+def _adapted_parameter(name: str, layer: nn.Module) -> str:
+    """HuggingFace name of the parameter that a layer of peft, which may be nested, adapts."""
+    parameter = layer.parameter_name if _is_of_experts(layer) else "weight"
+    return f"{name.replace('.base_layer', '')}.{parameter}"
+
+
+def _means_experts(name: str, module: nn.Module) -> bool:
+    """Whether peft replaces a target module of this name by the fused experts of a model."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = LoraConfig(target_modules=[name])
+    try:
+        convert_peft_config_for_transformers(config, module, None)
+    except ValueError:  # only one of the names that are fused into one tensor
+        return True
+    return name not in config.target_modules
+
+
+def _kind_of(name: str) -> str:
+    """What a parameter is, without the number of its layer: model.layers.0.mlp.up_proj.weight -> mlp.up_proj."""
+    owner = name.removesuffix(".weight").split(".")
+    return ".".join(owner[-2:] if len(owner) > 2 and not owner[-2].isdigit() else owner[-1:])

@@ -120,8 +120,6 @@ class TorchEngine(TrainEngine):
         moves = not spec.engine.offload_policy  # FSDP's own policy keeps the shards in host memory all the time
         if spec.optimizer is not None:
             self._unverified = self.adapters is not None
-            if self.adapters is not None and self.sharding.is_first_rank:
-                logger.info("adapters: %s", self.adapters.describe())
             self.optimizer = make_optimizer(spec.optimizer, self.module, self.device)
             factor = lr_multiplier(spec.optimizer, spec.total_training_steps)
             self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
@@ -222,6 +220,8 @@ class TorchEngine(TrainEngine):
     def _choose_micro_batching(self, lengths: list[int], micro: MicroBatching, images: bool = False) -> MicroBatching:
         """Resolve tokens="auto" and activation checkpointing "auto" for an update, from the free memory."""
         is_auto, checkpointing = micro.tokens == "auto", self.spec.model.enable_gradient_checkpointing
+        if checkpointing == "auto" and self.adapters is not None and self.adapters.experts:
+            checkpointing = True  # W + B A of the experts of every layer would be kept
         if self.device.type == "cpu":
             return MicroBatching(tokens=max(CACHED_TOKENS, *lengths)) if is_auto else micro
         if not (is_auto or checkpointing == "auto"):

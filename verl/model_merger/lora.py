@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from verl.model_merger.huggingface import build, describe, refuse_faults
 from verl.model_merger.sources import SafetensorsFolder, Shape, TensorInfo, WeightSource
 from verl.utils.paths import read_json
 
@@ -49,14 +50,35 @@ def recorded_base(folder: Path) -> str | None:
     return read_json(path).get("base_model_name_or_path") if path.is_file() else None
 
 
+class LoadedModel(WeightSource):
+    """The weights of a HuggingFace model under their names in memory. Needs host memory for all of them."""
+
+    def __init__(self, folder: Path):
+        model = describe(folder, (), trust_remote_code=False)
+        module, faults = build(model, folder, None, model.config.dtype)
+        refuse_faults(model, faults)
+        self._tensors = {name: tensor for name, tensor in module.state_dict().items() if name not in model.tied}
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def infos(self, expected: Mapping[str, Shape]) -> dict[str, TensorInfo]:
+        return {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    read_again = read
+
+
 class AdaptersOverBase(WeightSource):
     """The weights of a peft model under their names in memory: base weights and adapters."""
 
     def __init__(self, adapters: Path, base: Path):
-        """Open both folders."""
+        """Open both folders. If the adapted weights have other names in the files, the base model is loaded."""
         self.base = base
         files = SafetensorsFolder(adapters, ADAPTER_WEIGHTS)
-        self._stored_in: dict[str, tuple[SafetensorsFolder, str]] = {}
+        self._stored_in: dict[str, tuple[WeightSource, str]] = {}
         fully_trained: set[str] = set()
         for stored in files.names():
             module, _, last = stored.rpartition(".")
@@ -64,7 +86,11 @@ class AdaptersOverBase(WeightSource):
                 fully_trained.add(module.removeprefix(PREFIX))
                 module += ".modules_to_save"
             self._stored_in[f"{module}.{_ADAPTER}.{last}"] = files, stored
-        weights = SafetensorsFolder(base)
+        weights: WeightSource = SafetensorsFolder(base)
+        settings = read_json(adapters / ADAPTER_CONFIG)
+        modules = {stored.removeprefix(PREFIX).partition(".lora_")[0] for stored in files.names() if ".lora_" in stored}
+        if not {adapted_parameter(module, settings) for module in modules} <= set(weights.names()):
+            weights = LoadedModel(base)
         # a critic initialized from a language model has a value head instead of the language model head
         replaced = {*fully_trained, "lm_head"} if "score" in fully_trained else fully_trained
         self._stored_in |= {n: (weights, n) for n in weights.names() if n.rpartition(".")[0] not in replaced}
@@ -83,6 +109,21 @@ class AdaptersOverBase(WeightSource):
     def read_again(self, name: str) -> torch.Tensor:
         folder, stored = self._stored_in[name]
         return folder.read_again(stored)
+
+
+def adapted_parameter(module: str, config: Mapping[str, Any]) -> str:
+    """HuggingFace name of the parameter that the adapter of a module changes.
+
+    Adapters of several parameters of one module, such as experts, are nested: `target_parameters` begins with the
+    innermost.
+
+    Args:
+        module: with ".base_layer" for each adapter around this one.
+        config: adapter_config.json.
+    """
+    owner = module.replace(".base_layer", "")
+    names = [name for name in config.get("target_parameters") or () if name.rpartition(".")[0] == owner]
+    return names[-1 - module.count(".base_layer")] if names else f"{owner}.weight"
 
 
 # ---- scaling --------------------------------------------------------------------------------------------------------
@@ -157,13 +198,14 @@ class MergedAdapters(WeightSource):
     def __init__(self, source: WeightSource, settings: LoraSettings):
         self.source, self.settings = source, settings
         self._inner: dict[str, str] = {}  # name without adapters -> name in the source
-        self._matrices: dict[str, dict[str, str]] = {}  # module -> {"A": name in the source, "B": ...}
+        self._matrices: dict[str, dict[str, str]] = {}  # parameter -> {"A": name in the source, "B": ...}
         self._fully_trained: set[str] = set()
         adapters: set[str] = set()
         for inner in source.names():
             name = inner.removeprefix(PREFIX)
             if match := _MATRIX.fullmatch(name):
-                self._matrices.setdefault(match["module"], {})[match["which"]] = inner
+                parameter = adapted_parameter(match["module"], settings.config)
+                self._matrices.setdefault(parameter, {})[match["which"]] = inner
                 adapters.add(match["adapter"])
             elif match := _FULLY_TRAINED.fullmatch(name):
                 self._inner[f"{match['module']}.{match['rest']}"] = inner
@@ -171,14 +213,13 @@ class MergedAdapters(WeightSource):
             elif ".lora_" in name:
                 raise ValueError(f"{inner}: this type of adapter is not supported: expected lora_A, lora_B")
             elif ".original_module." not in name:
-                self._inner[name.replace(".base_layer.", ".")] = inner
+                self._inner[name.replace(".base_layer", "")] = inner
         if len(adapters) != 1:
             raise ValueError(f"expected one adapter in the checkpoint, found {sorted(adapters)}")
-        for module, pair in self._matrices.items():
-            if set(pair) != {"A", "B"} or f"{module}.weight" not in self._inner:
-                raise ValueError(
-                    f"the adapter of {module} is incomplete: expected lora_A, lora_B and base_layer.weight"
-                )
+        for parameter, pair in self._matrices.items():
+            if set(pair) != {"A", "B"} or parameter not in self._inner:
+                raise ValueError(f"the adapter of {parameter} is incomplete: expected lora_A, lora_B and the weight")
+        self._transposed: set[str] = set()  # parameters (in, out), or (experts, in, out)
 
     def names(self) -> list[str]:
         return list(self._inner)
@@ -187,33 +228,40 @@ class MergedAdapters(WeightSource):
         shapes = {inner: expected[name] for name, inner in self._inner.items() if name in expected}
         source_infos = self.source.infos(shapes)
         infos = {name: source_infos[inner] for name, inner in self._inner.items()}
-        for module, pair in self._matrices.items():
-            a, b, base = source_infos[pair["A"]].shape, source_infos[pair["B"]].shape, infos[f"{module}.weight"].shape
+        for parameter, pair in self._matrices.items():
+            a, b, shape = source_infos[pair["A"]].shape, source_infos[pair["B"]].shape, infos[parameter].shape
             delta = (b[0], a[1]) if len(a) == len(b) == 2 and a[0] == b[1] else None
-            if delta != (base[::-1] if self.settings.transposed else base):
-                raise ValueError(f"the adapter of {module} (B {b}, A {a}) does not match its weight {base}")
+            if delta not in (shape[-2:], shape[:-3:-1]) or (len(shape) == 3 and a[0] % shape[0]):
+                raise ValueError(f"the adapter of {parameter} (B {b}, A {a}) does not match its weight {shape}")
+            if self.settings.transposed or (len(shape) == 3 and delta != shape[-2:]):
+                self._transposed.add(parameter)
+        owners = {name.rpartition(".")[0] for name in self._transposed}  # a square tensor is stored like the others
+        self._transposed |= {name for name in self._matrices if name.rpartition(".")[0] in owners}
         return infos
 
     def read(self, name: str) -> torch.Tensor:
         base = self.source.read(self._inner[name])
-        pair = self._matrices.get(name.removesuffix(".weight"))
+        pair = self._matrices.get(name)
         if pair is None:
             return base
-        a, b = self.source.read(pair["A"]).float(), self.source.read(pair["B"]).float()
-        delta = (b @ a) * self.settings.scale(len(a))
-        return (base.float() + (delta.T if self.settings.transposed else delta)).to(base.dtype)
+        a, b, experts = self.source.read(pair["A"]).float(), self.source.read(pair["B"]).float(), _experts(base)
+        delta = torch.einsum("oke,eki->eoi", b.unflatten(1, (-1, experts)), a.unflatten(0, (experts, -1)))
+        delta = (delta.mT if name in self._transposed else delta) * self.settings.scale(len(a) // experts)
+        return (base.float() + delta.view(base.shape)).to(base.dtype)
 
     def read_again(self, name: str) -> torch.Tensor:
         """Merge in double precision, one rank-one update at a time."""
         base = self.source.read_again(self._inner[name])
-        pair = self._matrices.get(name.removesuffix(".weight"))
+        pair = self._matrices.get(name)
         if pair is None:
             return base
         a, b = self.source.read_again(pair["A"]).double(), self.source.read_again(pair["B"]).double()
-        merged = base.to(torch.float64, copy=True)
-        for row, column in zip(a, b.T):
-            first, second = (row, column) if self.settings.transposed else (column, row)
-            merged.addr_(first, second, alpha=self.settings.scale(len(a)))
+        merged, experts = base.to(torch.float64, copy=True), _experts(base)
+        rank = len(a) // experts
+        for expert, weight in enumerate(merged.view(experts, *base.shape[-2:])):
+            target = weight.T if name in self._transposed else weight
+            for k in range(rank):
+                target.addr_(b[:, k * experts + expert], a[expert * rank + k], alpha=self.settings.scale(rank))
         return merged.to(base.dtype)
 
     def is_untrained(self) -> bool:
@@ -227,8 +275,8 @@ class MergedAdapters(WeightSource):
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
         """Return the adapters under the names of peft's files."""
         tensors = {
-            f"{PREFIX}{module}.lora_{which}.weight": self.source.read(inner).contiguous()
-            for module, pair in self._matrices.items()
+            f"{PREFIX}{_module(inner)}.lora_{which}.weight": self.source.read(inner).contiguous()
+            for pair in self._matrices.values()
             for which, inner in pair.items()
         }
         for name, inner in self._inner.items():
@@ -238,7 +286,8 @@ class MergedAdapters(WeightSource):
 
     def adapter_config(self, base_model: str | None, task_type: str) -> dict[str, Any]:
         """Return adapter_config.json: that of the run if recorded, otherwise derived from the matrices."""
-        ranks = {module: self.source.infos({})[pair["A"]].shape[0] for module, pair in self._matrices.items()}
+        infos = self.source.infos({})
+        ranks = {_module(pair["A"]): infos[pair["A"]].shape[0] for pair in self._matrices.values()}
         rank = max(set(ranks.values()), key=list(ranks.values()).count)
         derived = {
             "peft_type": "LORA",
@@ -246,7 +295,7 @@ class MergedAdapters(WeightSource):
             "base_model_name_or_path": base_model,
             "r": rank,
             "rank_pattern": {module: r for module, r in ranks.items() if r != rank},
-            "target_modules": sorted(self._matrices),
+            "target_modules": sorted(ranks),
             "modules_to_save": sorted(self._fully_trained) or None,
             "lora_dropout": 0.0,
             "bias": "none",
@@ -254,3 +303,13 @@ class MergedAdapters(WeightSource):
             "fan_in_fan_out": self.settings.transposed,
         }
         return {**derived, **self.settings.config, "lora_alpha": self.settings.alpha, "inference_mode": True}
+
+
+def _experts(weight: torch.Tensor) -> int:
+    """Number of experts of a fused weight; 1 for a matrix."""
+    return len(weight) if weight.ndim == 3 else 1
+
+
+def _module(inner: str) -> str:
+    """Module of the name of a matrix in the source."""
+    return _MATRIX.fullmatch(inner.removeprefix(PREFIX))["module"]

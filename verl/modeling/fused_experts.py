@@ -32,7 +32,9 @@ def fused_experts(
     """
     gate_up, down = module.gate_up_proj, module.down_proj
     dtype = compute_dtype(x, gate_up)
-    if not fits_grouped_matmul(gate_up, down, dtype):
+    # weights with adapters are computed anew in every forward pass, so the cache cannot know them
+    has_adapters = not (isinstance(gate_up, nn.Parameter) and isinstance(down, nn.Parameter))
+    if has_adapters or not fits_grouped_matmul(gate_up, down, dtype):
         return plain_experts(module, x, selected, weights)
     return FusedExperts.apply(x, weights, selected, dtype, cache, gate_up, down)
 

@@ -160,6 +160,8 @@ def _role(config: schema.Config, name: str, shape: ModelShape, on_gpu: bool) -> 
         role,
         trains=True,
         lora_rank=model.lora_rank if model.has_adapters else 0,
+        adapts_experts=bool(model.target_parameters),
+        checkpointing=True if model.target_parameters and on_gpu else role.checkpointing,
         freezes_tower=model.freeze_vision_tower,
         update_tokens=tokens,
         updates=max(1, config.data.train_batch_size // update.ppo_mini_batch_size),

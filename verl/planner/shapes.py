@@ -141,11 +141,15 @@ class ModelShape:
         idle = (self.experts - self.active_experts) * 3 * self.hidden * self.expert_mlp
         return self.parameters() - self.sparse_layers * idle
 
-    def lora_parameters(self, rank: int) -> int:
-        """Parameters of LoRA adapters of this rank on every matrix of every layer, those of experts excepted."""
+    def lora_parameters(self, rank: int, experts: bool = False) -> int:
+        """Parameters of LoRA adapters of this rank on every matrix of every layer. experts: also on those of experts,
+        whose two matrices of a layer's input are one."""
         h, q, kv = self.hidden, self.q_size, self.kv_size
         attention = (h + q) + 2 * (h + kv) + (q + h)
-        return rank * (self.layers * attention + (self.layers - self.sparse_layers) * 3 * (h + self.mlp))
+        sparse = 3 * (h + self.shared_mlp) * (self.shared_mlp > 0)
+        sparse += self.experts * (2 * h + 3 * self.expert_mlp) * experts
+        dense = (self.layers - self.sparse_layers) * 3 * (h + self.mlp)
+        return rank * (self.layers * attention + dense + self.sparse_layers * sparse)
 
     def kv_bytes(self, itemsize: int) -> int:
         """Bytes of the KV cache per token."""

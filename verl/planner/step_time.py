@@ -96,7 +96,7 @@ def forward_pass(role: Role, tokens: Tokens, job: Job, device: Device, micro_bat
     head = 0 if role.value_head else s.embedding
     matmul = 2 * (tokens.total * s.matrices() + tokens.response * head) / ranks
     if role.lora_rank:
-        matmul += 2 * tokens.total * s.lora_parameters(role.lora_rank) / ranks
+        matmul += 2 * tokens.total * s.lora_parameters(role.lora_rank) / ranks  # those of experts are merged
     # a token attends to those before it
     keys = tokens.response * (job.prompt_tokens + job.response_tokens / 2) + tokens.prompt * job.prompt_tokens / 2
     attention = 4 * s.q_size * s.layers * keys / ranks

@@ -64,7 +64,7 @@ class Role:
         name: actor, rollout, ref, critic, reward or, in simulations, cost.
         trains: whether it has gradients and an optimizer.
         value_head: one output instead of logits.
-        lora_rank: rank of the trained adapters; 0: all weights are trained.
+        lora_rank: rank of the trained adapters; 0: all weights are trained. adapts_experts: experts have adapters too.
         freezes_tower: the vision tower is not trained, nor with adapters.
         weight_bytes, compute_bytes: bytes of an element of the stored weights, and of the computation.
         checkpointing: recompute activations; "auto": on a GPU, if memory requires it.
@@ -82,6 +82,7 @@ class Role:
     trains: bool = False
     value_head: bool = False
     lora_rank: int = 0
+    adapts_experts: bool = False
     freezes_tower: bool = False
     weight_bytes: int = 4
     compute_bytes: int = 2
@@ -113,7 +114,7 @@ class Role:
         if not self.trains:
             return 0
         if self.lora_rank:
-            return self.shape.lora_parameters(self.lora_rank)
+            return self.shape.lora_parameters(self.lora_rank, self.adapts_experts)
         vision = self.shape.vision
         return self.parameters - (vision.tower if vision is not None and self.freezes_tower else 0)
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from verl.config.fields import FilePath, Precision, Section, StrList, field, is_positive, is_set, like
+from verl.config.fields import FilePath, Precision, Section, StrList, field, is_positive, like
 from verl.engines.traits import strategy_traits, strategy_with
 
 CheckpointContents = list[Literal["model", "optimizer", "extra", "hf_model"]]
@@ -13,7 +13,6 @@ MODEL_PARALLEL = ("strategy", strategy_with("model_parallel"))
 SHARDED = ("strategy", strategy_with("model_parallel", False))
 """When an FSDP section has an effect."""
 
-_ADAPTERS = (("lora_rank", is_positive), ("lora_adapter_path", is_set))
 _COSINE = ("lr_scheduler_type", "cosine")
 
 
@@ -42,11 +41,20 @@ class ModelConfig(Section):
         active_when=("lora_rank", is_positive),
         ge=0,
     )
-    target_modules: StrList = field(["all-linear"], "modules that get LoRA adapters", active_when=_ADAPTERS)
+    target_modules: StrList = field(
+        ["all-linear"],
+        "modules that get LoRA adapters; all-linear: the linear layers except the output layer",
+        active_when=("lora_rank", is_positive),
+    )
+    target_parameters: StrList | None = field(
+        None,
+        "fused expert tensors that get LoRA adapters, such as experts.down_proj; [all-experts]: all; null: none",
+        active_when=("lora_rank", is_positive),
+    )
     exclude_modules: StrList | None = field(
         None,
         "modules that do not get LoRA adapters; null: those outside the language model of a vision-language model",
-        active_when=_ADAPTERS,
+        active_when=("lora_rank", is_positive),
     )
     freeze_vision_tower: bool = field(False, "do not train the vision tower of a vision-language model")
     lora_adapter_path: FilePath | None = field(None, "LoRA adapter to start from")
