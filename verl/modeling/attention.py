@@ -39,7 +39,7 @@ _LONG_ROW_KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 _GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def _unpack(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+def unpack(x: torch.Tensor, packing: Packing) -> torch.Tensor:
     """(1, H, N, D) packed -> (b, H, L, D) right-padded with zeros."""
     tokens, size = x[0].transpose(0, 1), packing.rows * packing.max_length
     if len(tokens) != size:
@@ -47,7 +47,7 @@ def _unpack(x: torch.Tensor, packing: Packing) -> torch.Tensor:
     return tokens.unflatten(0, (packing.rows, packing.max_length)).transpose(1, 2)
 
 
-def _pack(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+def pack(x: torch.Tensor, packing: Packing) -> torch.Tensor:
     """(b, H, L, D) right-padded -> (1, N, H, D) packed."""
     tokens = x.transpose(1, 2).flatten(0, 1)
     return (tokens if len(tokens) == packing.slots.numel() else gather_rows(tokens, packing.slots))[None]
@@ -138,7 +138,7 @@ def _attend(
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in repeated)
         full = _attend(q, k, v, packing.keys.packing, scaling, sliding_window, softcap, sinks)
         return gather_rows(full.squeeze(0), representative).unsqueeze(0)
-    q, k, v = (_unpack(x, packing) for x in (query, key, value))
+    q, k, v = (unpack(x, packing) for x in (query, key, value))
     length = packing.max_length
     if not is_plain:
         mask = _window_mask(length, window or length, q.device)
@@ -148,7 +148,7 @@ def _attend(
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
-    return _pack(out, packing)
+    return pack(out, packing)
 
 
 def _attend_varlen(

@@ -36,8 +36,8 @@ BUCKETS = (
 #: steps that are launched before their status is read
 CHUNK = 8
 #: the keys of a row are split over several attention programs below this number of programs
-_TARGET_PROGRAMS = 512
-_MAX_SPLITS = 32
+TARGET_PROGRAMS = 512
+MAX_SPLITS = 32
 #: split-K factor of a matmul with few rows
 _K_SPLITS = 4
 
@@ -92,8 +92,8 @@ class StaticBuffers:
         self.size = size
         slots, width = self.slots, self.width = size.slots, size.width
         device = decoder.embedding.device
-        shape = (len(decoder.layers), blocks, 2 * decoder.kv_heads, BLOCK_SIZE, decoder.head_dim)
-        self.kv_cache = torch.empty(shape, dtype=decoder.dtype, device=device)
+        self.blocks = blocks
+        self._allocate_cache(decoder, blocks)
         self.table = torch.zeros(slots, width, dtype=torch.int32, device=device)
         self.state = torch.zeros(triton_kernels.FIELDS, slots, dtype=torch.int32, device=device)
         self.sample_ids = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -106,25 +106,160 @@ class StaticBuffers:
         self.routed_experts = torch.zeros(shape, dtype=torch.int16, device=device)
         self.is_stop = torch.zeros(decoder.vocab_size, dtype=torch.int8, device=device)
         self.vocab_blocks = triton.cdiv(decoder.vocab_size, triton_kernels.VOCABULARY_BLOCK)
-        self.arrived = torch.zeros(slots, decoder.kv_heads, dtype=torch.int32, device=device)
         self.parts = torch.zeros(slots, self.vocab_blocks, 3, dtype=torch.float32, device=device)
-        self.tables = [rope.table(size.positions, decoder.stream_dtype) for rope in decoder.ropes]
+
+    def _allocate_cache(self, decoder: Decoder, blocks: int) -> None:
+        device = decoder.embedding.device
+        shape = (len(decoder.layers), blocks, 2 * decoder.kv_heads, BLOCK_SIZE, decoder.head_dim)
+        self.kv_cache = torch.empty(shape, dtype=decoder.dtype, device=device)
+        self.arrived = torch.zeros(self.slots, decoder.kv_heads, dtype=torch.int32, device=device)
+        self.tables = [rope.table(self.size.positions, decoder.stream_dtype) for rope in decoder.ropes]
 
     def fits(self, size: Size) -> bool:
         return all(available >= required for available, required in zip(astuple(self.size), astuple(size)))
 
 
-class CudaDecoder(Layers):
-    """Runs a `Decoder` over `StaticBuffers`: prefill in plain torch, decode steps as CUDA graphs if `graphs` is set."""
+class GraphDecoder:
+    """Runs decoding steps over `StaticBuffers` as CUDA graphs, and samples. A subclass computes prompts and a step.
+
+    Args:
+        decoder: what is run.
+        buffers: everything that a graph reads or writes.
+        graphs: False runs steps eagerly.
+    """
 
     def __init__(self, decoder: Decoder, buffers: StaticBuffers, graphs: bool = True):
-        super().__init__(decoder, 0, records=len(buffers.routed_experts) > 0)
-        self.use_graphs = graphs
-        self.tables = buffers.tables
+        self.decoder = decoder
         self.buffers = buffers
+        self.device = decoder.embedding.device
+        self.records = len(buffers.routed_experts) > 0
+        self.prompt_experts: list[torch.Tensor] = []  # of the last prefill: per prompt (tokens, layers, k)
+        self.prompt_states: list = []  # of the last prefill, if the layers have states
+        self.tp = decoder.tp
+        self.use_graphs = graphs
         self.addresses = addresses(decoder)
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
         self.pool: tuple[int, int] | None = None
+
+    @on_every_rank
+    def copy_blocks(self, source: list[int], target: list[int]) -> None:
+        """Copy blocks of the KV cache."""
+        sources, targets = self._upload([source, target])
+        for layer in self.buffers.kv_cache:
+            layer.index_copy_(0, targets, layer[sources])
+
+    def _upload(self, values: list) -> torch.Tensor:
+        return upload(values, torch.int64, self.device)
+
+    @on_every_rank
+    def steps(self, count: int, rows: int, params: SamplingParams) -> None:
+        """Launch `count` decode steps for slots 0 .. rows - 1."""
+        self.tp.broadcast(self.buffers.table)
+        # top-k, top-p and min-p use torch operations that cannot be captured in a graph
+        inside = not params.filters
+        key = (rows, params.greedy, params.temperature if inside else None, inside)
+        if not self.use_graphs or not self._captures(key, rows, params if inside else None):
+            for _ in range(count):
+                self.sample(self._step(rows, None), 0, params)
+            return
+        graph, logits = self.graphs[key]
+        for _ in range(count):
+            graph.replay()
+            if not inside:
+                self.sample(logits, 0, params)
+
+    def _captures(self, key: tuple, rows: int, params: SamplingParams | None) -> bool:
+        """Whether there is a graph of a step; it is captured at its first use."""
+        if key not in self.graphs:
+            self.graphs[key] = self._capture(rows, params)
+        return True
+
+    def _capture(self, rows: int, params: SamplingParams | None) -> tuple[torch.cuda.CUDAGraph, torch.Tensor | None]:
+        """Capture one decode step. Returns its logits too if it does not sample (params is None)."""
+        status = self.buffers.state[triton_kernels.STATUS]
+        saved = status.clone()
+        status.zero_()
+        self._warm_up(rows, params)  # compiles the kernels; changes no row, since none is live
+        status.copy_(saved)
+        graph, stream, side = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), _capture_stream()
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        side.wait_stream(stream)
+        # not `with torch.cuda.graph`: it empties torch's memory cache, which costs more than the capture
+        with torch.cuda.stream(side), _collector_off():
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                logits = self._step(rows, params)
+            finally:  # a stream that is left capturing would make every later CUDA call of the process fail
+                graph.capture_end()
+        stream.wait_stream(side)
+        # if the graph samples, later graphs may reuse the memory of its logits
+        return graph, logits if params is None else None
+
+    def fill_states(self, first: int, states: Sequence) -> None:
+        """Set the states of slots `first` and following, if the layers have any."""
+
+    def move_states(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy the states of slots to other slots, if the layers have any."""
+
+    def _warm_up(self, rows: int, params: SamplingParams | None) -> None:
+        self._step(rows, params)
+
+    def _step(self, rows: int, params: SamplingParams | None) -> torch.Tensor:
+        """Decode one token for `rows` rows; sample it unless params is None. Returns logits (rows, V)."""
+        raise NotImplementedError
+
+    def collect_experts(self) -> torch.Tensor:
+        """The choices of the routers in the last step, (B, layers, k) int16."""
+        raise NotImplementedError
+
+    def _store_experts(self, rows: int) -> None:
+        """Write the choices of the routers for the input tokens of a step next to these tokens."""
+        buffers = self.buffers
+        fields = (triton_kernels.OUT, triton_kernels.STEP, triton_kernels.STATUS)
+        out, step, status = (buffers.state[i, :rows].long() for i in fields)
+        at = torch.where(status == triton_kernels.LIVE, out + step - 1, len(buffers.routed_experts) - 1)
+        buffers.routed_experts.index_copy_(0, at, self.collect_experts())
+
+    # ---- sampling -----------------------------------------------------------------------------------------------
+
+    def sample(self, logits: torch.Tensor, first: int, params: SamplingParams, capped: bool = False) -> None:
+        """Sample a token for slots first .. first + n - 1 from logits (n, V) and store it.
+
+        capped: the logits are already soft-capped.
+        """
+        if not self.tp.leads:
+            return
+        softcap = None if capped else self.decoder.final_softcap
+        buffers, rows = self.buffers, len(logits)
+        responses = (buffers.state, buffers.tokens, buffers.log_probs, buffers.is_stop, first, buffers.slots)
+        if params.filters:
+            logits = logits.float() if softcap is None else softcap * torch.tanh(logits.float() / softcap)
+            state, uniforms = buffers.state[:, first : first + rows], buffers.uniforms[:, first : first + rows]
+            line = (state[triton_kernels.STEP] - state[triton_kernels.START]).clamp_(0, CHUNK - 1)
+            sampled = choose(logits, params, uniforms.gather(0, line[None].long())[0])
+            triton_kernels.store_tokens[(rows,)](*sampled, *responses, num_warps=1)
+            return
+        scale = 1.0 if params.greedy else 1 / params.temperature
+        common = {"BLOCK": triton_kernels.VOCABULARY_BLOCK, "NB": buffers.vocab_blocks, "SOFTCAP": softcap is not None}
+        common["GREEDY"] = params.greedy
+        sizes = (scale, softcap or 1.0, self.decoder.vocab_size)
+        triton_kernels.scan_vocabulary[(rows, buffers.vocab_blocks)](
+            logits, buffers.state, buffers.parts, first, buffers.slots, *sizes, **common, num_warps=8
+        )
+        triton_kernels.draw_token[(rows,)](
+            logits, buffers.parts, buffers.uniforms, *responses, *sizes, **common,
+            NBP=triton.next_power_of_2(buffers.vocab_blocks), num_warps=8,
+        )  # fmt: skip
+
+
+class CudaDecoder(GraphDecoder, Layers):
+    """Runs a `Decoder` over `StaticBuffers`: prefill in plain torch, decode steps as CUDA graphs if `graphs` is set."""
+
+    def __init__(self, decoder: Decoder, buffers: StaticBuffers, graphs: bool = True):
+        Layers.__init__(self, decoder, 0, records=len(buffers.routed_experts) > 0)
+        GraphDecoder.__init__(self, decoder, buffers, graphs)
+        self.tables = buffers.tables
         self.processors = torch.cuda.get_device_properties(decoder.embedding.device).multi_processor_count
         # float32 models compute float32 matmuls without TF32
         self.precision = "ieee" if decoder.dtype == torch.float32 else "tf32"
@@ -153,16 +288,6 @@ class CudaDecoder(Layers):
 
         return self.prompts(prompts, store, images)
 
-    @on_every_rank
-    def copy_blocks(self, source: list[int], target: list[int]) -> None:
-        """Copy blocks of the KV cache."""
-        sources, targets = self._upload([source, target])
-        for layer in self.buffers.kv_cache:
-            layer.index_copy_(0, targets, layer[sources])
-
-    def _upload(self, values: list) -> torch.Tensor:
-        return upload(values, torch.int64, self.buffers.kv_cache.device)
-
     def _rotate(self, layer: Layer, qkv: torch.Tensor, table: RopeTable) -> None:
         cos, sin = table
         heads, size, rotated = qkv.shape[1], qkv.shape[2], self.decoder.heads + self.decoder.kv_heads
@@ -182,47 +307,6 @@ class CudaDecoder(Layers):
         return self._add_norm(x, y, layer.mlp_post_norm, layer.mlp_norm, h)
 
     # ---- steps --------------------------------------------------------------------------------------------------
-
-    @on_every_rank
-    def steps(self, count: int, rows: int, params: SamplingParams) -> None:
-        """Launch `count` decode steps for slots 0 .. rows - 1."""
-        self.tp.broadcast(self.buffers.table)
-        # top-k, top-p and min-p use torch operations that cannot be captured in a graph
-        inside = not params.filters
-        key = (rows, params.greedy, params.temperature if inside else None, inside)
-        if not self.use_graphs:
-            for _ in range(count):
-                self.sample(self._step(rows, None), 0, params)
-            return
-        if key not in self.graphs:
-            self.graphs[key] = self._capture(rows, params if inside else None)
-        graph, logits = self.graphs[key]
-        for _ in range(count):
-            graph.replay()
-            if not inside:
-                self.sample(logits, 0, params)
-
-    def _capture(self, rows: int, params: SamplingParams | None) -> tuple[torch.cuda.CUDAGraph, torch.Tensor | None]:
-        """Capture one decode step. Returns its logits too if it does not sample (params is None)."""
-        status = self.buffers.state[triton_kernels.STATUS]
-        saved = status.clone()
-        status.zero_()
-        self._step(rows, params)  # warm-up: compiles the kernels; changes no row, since none is live
-        status.copy_(saved)
-        graph, stream, side = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), _capture_stream()
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
-        side.wait_stream(stream)
-        # not `with torch.cuda.graph`: it empties torch's memory cache, which costs more than the capture
-        with torch.cuda.stream(side), _collector_off():
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            try:
-                logits = self._step(rows, params)
-            finally:  # a stream that is left capturing would make every later CUDA call of the process fail
-                graph.capture_end()
-        stream.wait_stream(side)
-        # if the graph samples, later graphs may reuse the memory of its logits
-        return graph, logits if params is None else None
 
     def _step(self, rows: int, params: SamplingParams | None) -> torch.Tensor:
         """Decode one token for `rows` rows; sample it unless params is None. Returns logits (rows, V)."""
@@ -248,14 +332,6 @@ class CudaDecoder(Layers):
             self.sample(logits, 0, params)
         return logits
 
-    def _store_experts(self, rows: int) -> None:
-        """Write the choices of the routers for the input tokens of a step next to these tokens."""
-        buffers = self.buffers
-        fields = (triton_kernels.OUT, triton_kernels.STEP, triton_kernels.STATUS)
-        out, step, status = (buffers.state[i, :rows].long() for i in fields)
-        at = torch.where(status == triton_kernels.LIVE, out + step - 1, len(buffers.routed_experts) - 1)
-        buffers.routed_experts.index_copy_(0, at, self.collect_experts())
-
     def _paged_attention(self, layer: Layer, qkv: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
         """Rotary embedding, KV-cache write and attention: qkv (B, (HQ + 2 HK) D) -> (B, HQ D)."""
         decoder, buffers, rows = self.decoder, self.buffers, len(qkv)
@@ -263,7 +339,7 @@ class CudaDecoder(Layers):
         group = heads // kv_heads
         shape = {"HQ": heads, "HK": kv_heads, "G": group, "GP": max(16, triton.next_power_of_2(group))}
         shape |= {"D": size, "DP": max(16, triton.next_power_of_2(size))}
-        splits = min(_MAX_SPLITS, max(1, _TARGET_PROGRAMS // (rows * kv_heads)), buffers.width)
+        splits = min(MAX_SPLITS, max(1, TARGET_PROGRAMS // (rows * kv_heads)), buffers.width)
         out = qkv.new_empty(rows, heads * size)
         chunks = (rows, kv_heads, splits, shape["GP"], shape["DP"] + 2) if splits > 1 else (1,)
         partial = torch.empty(chunks, dtype=torch.float32, device=qkv.device)
@@ -310,37 +386,6 @@ class CudaDecoder(Layers):
         triton_kernels.gate[grid](gate_up, out, I=width, BLOCK=1024, ACTIVATION=self.decoder.activation, num_warps=4)
         return out
 
-    # ---- sampling -----------------------------------------------------------------------------------------------
-
-    def sample(self, logits: torch.Tensor, first: int, params: SamplingParams, capped: bool = False) -> None:
-        """Sample a token for slots first .. first + n - 1 from logits (n, V) and store it.
-
-        capped: the logits are already soft-capped.
-        """
-        if not self.tp.leads:
-            return
-        softcap = None if capped else self.decoder.final_softcap
-        buffers, rows = self.buffers, len(logits)
-        responses = (buffers.state, buffers.tokens, buffers.log_probs, buffers.is_stop, first, buffers.slots)
-        if params.filters:
-            logits = logits.float() if softcap is None else softcap * torch.tanh(logits.float() / softcap)
-            state, uniforms = buffers.state[:, first : first + rows], buffers.uniforms[:, first : first + rows]
-            line = (state[triton_kernels.STEP] - state[triton_kernels.START]).clamp_(0, CHUNK - 1)
-            sampled = choose(logits, params, uniforms.gather(0, line[None].long())[0])
-            triton_kernels.store_tokens[(rows,)](*sampled, *responses, num_warps=1)
-            return
-        scale = 1.0 if params.greedy else 1 / params.temperature
-        common = {"BLOCK": triton_kernels.VOCABULARY_BLOCK, "NB": buffers.vocab_blocks, "SOFTCAP": softcap is not None}
-        common["GREEDY"] = params.greedy
-        sizes = (scale, softcap or 1.0, self.decoder.vocab_size)
-        triton_kernels.scan_vocabulary[(rows, buffers.vocab_blocks)](
-            logits, buffers.state, buffers.parts, first, buffers.slots, *sizes, **common, num_warps=8
-        )
-        triton_kernels.draw_token[(rows,)](
-            logits, buffers.parts, buffers.uniforms, *responses, *sizes, **common,
-            NBP=triton.next_power_of_2(buffers.vocab_blocks), num_warps=8,
-        )  # fmt: skip
-
 
 @contextmanager
 def _collector_off() -> Iterator[None]:
@@ -363,6 +408,8 @@ def _capture_stream() -> torch.cuda.Stream:
 
 def addresses(decoder: Decoder) -> tuple[int, ...]:
     """Addresses of the weights, which captured graphs contain."""
+    if not isinstance(decoder, Decoder):
+        return decoder.addresses()
     pointers: list[int] = []
 
     def visit(value) -> None:

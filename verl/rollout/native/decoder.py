@@ -195,6 +195,11 @@ class Decoder:
         experts = [e.top_k * e.gate_up.shape[1] for e in self.experts]
         return max([layer.gate_up.matrix.shape[1] for layer in self.layers if layer.gate_up is not None] + experts)
 
+    @property
+    def cache_bytes_per_row(self) -> int:
+        """Bytes of a row beside its tokens."""
+        return 0
+
     def cache_bytes_per_token(self) -> int:
         """Bytes of the keys and values of one token."""
         return 2 * len(self.layers) * self.kv_heads * self.head_dim * self.dtype.itemsize

@@ -6,6 +6,7 @@ random numbers are counter-based, so that a response depends on its request only
 """
 
 import dataclasses
+import logging
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,8 +20,9 @@ from verl.modeling.moe import install_routing
 from verl.rollout.base import RolloutEngine, RolloutStats
 from verl.rollout.native.continuous import ContinuousBatch
 from verl.rollout.native.decoder import Decoder, Projection
+from verl.rollout.native.generic.support import check_modules
 from verl.rollout.native.kv_cache import BatchInvariantCache, SlotCache
-from verl.rollout.native.model import check_supported, read_decoder
+from verl.rollout.native.model import is_readable, read_decoder
 from verl.rollout.native.scheduler import Row, SlotScheduler
 from verl.rollout.native.torch_decoder import PREFILL_TOKENS, TorchDecoder
 from verl.rollout.request import Completion, Request, SamplingParams
@@ -31,9 +33,13 @@ from verl.rollout.tensor_parallel import ALONE, TensorParallel, on_every_rank
 if TYPE_CHECKING:
     from verl.modeling.batch_invariant.model import BatchInvariantForward
     from verl.rollout.native.batch_invariant import BatchInvariantDecoder
-    from verl.rollout.native.cuda_decoder import CudaDecoder, Size, StaticBuffers
+    from verl.rollout.native.cuda_decoder import GraphDecoder, Size, StaticBuffers
+    from verl.rollout.native.generic.model import ModuleDecoder
+    from verl.rollout.native.generic.slots import ModuleCache, ModuleSlotDecoder
     from verl.rollout.native.paged_scheduler import PagedScheduler
     from verl.weight_sync import ModuleReceiver
+
+log = logging.getLogger(__name__)
 
 #: default limit of concurrent rows: beyond it, throughput does not increase
 _MAX_ROWS = {"cpu": 512, "cuda": 2048}
@@ -42,7 +48,9 @@ _OPERATIONS = ("read", "_slot_decoder", "_new_cache", "_prepare_paged")
 
 
 class NativeRollout(RolloutEngine):
-    """Generates with the parameters of a HuggingFace decoder (native.model.FAMILIES), without copying them.
+    """Generates with the parameters of a HuggingFace model, without copying them.
+
+    An architecture that `read_decoder` reads has fused layers. Others run their own modules (`native.generic`).
 
     Args:
         module: unsharded, on one device. Its projections are fused in place once, so that a fused matmul needs no copy.
@@ -85,7 +93,13 @@ class NativeRollout(RolloutEngine):
         tp: TensorParallel = ALONE,
         records: bool = False,
     ):
-        check_supported(module)
+        name = type(module).__name__
+        self.is_fused = is_readable(name, module.config.get_text_config().to_dict(), module)
+        if not self.is_fused:
+            check_modules(type(module), module.config)
+            log.info("rollout.name=native runs the modules of transformers: %s has no fused layers", name)
+            if forward is not None:
+                raise ValueError(f"rollout.deterministic is not supported for {name}: set it to false")
         if records and install_routing(module) is None:
             raise ValueError(f"{RECORDING_KEY}: {type(module).__name__} is not a mixture of experts: use false")
         self.module = module
@@ -105,10 +119,10 @@ class NativeRollout(RolloutEngine):
         self.lock = threading.RLock()
         self._batch = ContinuousBatch(self)
         #: the module as it was last read
-        self.decoder: Decoder | None = None
-        self._cache: SlotCache | BatchInvariantCache | None = None
-        self._cuda_decoder: CudaDecoder | None = None
-        self._torch_decoder: TorchDecoder | BatchInvariantDecoder | None = None
+        self.decoder: Decoder | ModuleDecoder | None = None
+        self._cache: SlotCache | BatchInvariantCache | ModuleCache | None = None
+        self._cuda_decoder: GraphDecoder | None = None
+        self._torch_decoder: TorchDecoder | BatchInvariantDecoder | ModuleSlotDecoder | None = None
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
@@ -131,13 +145,23 @@ class NativeRollout(RolloutEngine):
 
     def session(self) -> AbstractContextManager[None]:
         """Context in which the weights do not change."""
+        if not self.is_fused:
+            return self.decoder.generating()
         return nullcontext() if self.forward is None else self.forward.generating()
 
     @on_every_rank
-    def read(self) -> Decoder:
-        """Read the module as a `Decoder`. Raises ValueError if it has no weights."""
+    def read(self) -> "Decoder | ModuleDecoder":
+        """Read the module as a decoder. Raises ValueError if it has no weights."""
         if self.weights is not None:
             self.weights.check_filled()
+        if not self.is_fused:
+            from verl.rollout.native.generic.model import ModuleDecoder
+
+            if self.decoder is None:
+                self.decoder = ModuleDecoder(self.module, self.dtype, self.records)
+            else:
+                self.decoder.update()
+            return self.decoder
         if self.forward is None:
             self.decoder = read_decoder(self.module, self.dtype, reuse=self.decoder, tp=self.tp)
             return self.decoder
@@ -202,9 +226,13 @@ class NativeRollout(RolloutEngine):
     # ---- on a CPU: slots ----------------------------------------------------------------------------------------
 
     @on_every_rank
-    def _slot_decoder(self, positions: int) -> "TorchDecoder | BatchInvariantDecoder":
+    def _slot_decoder(self, positions: int) -> "TorchDecoder | BatchInvariantDecoder | ModuleSlotDecoder":
         """A decoder over the cache, for sequences of up to `positions` tokens."""
-        if self.forward is not None:
+        if not self.is_fused:
+            from verl.rollout.native.generic.slots import ModuleSlotDecoder
+
+            self._torch_decoder = ModuleSlotDecoder(self.decoder, self._cache)
+        elif self.forward is not None:
             from verl.rollout.native.batch_invariant import BatchInvariantDecoder
 
             self._torch_decoder = BatchInvariantDecoder(self.decoder, self._cache, self.forward)
@@ -220,30 +248,41 @@ class NativeRollout(RolloutEngine):
         """Allocate a cache. keep: with the rows of the old one; otherwise that is freed first."""
         old, self._cache = (self._cache, None) if keep else (None, None)
         self._torch_decoder = None  # it refers to the old cache
-        self._cache = (SlotCache if self.forward is None else BatchInvariantCache)(self.decoder, slots, length)
+        self._cache = self._cache_class()(self.decoder, slots, length)
         if keep:
             self._cache.copy_from(old)
 
-    def _slot_cache(self, rows: list[Row]) -> SlotCache | BatchInvariantCache:
+    def _cache_class(self) -> "type[SlotCache | BatchInvariantCache | ModuleCache]":
+        if not self.is_fused:
+            from verl.rollout.native.generic.slots import ModuleCache
+
+            return ModuleCache
+        return SlotCache if self.forward is None else BatchInvariantCache
+
+    def _row_bytes(self, length: int) -> int:
+        """Bytes of the cache of one row of `length` tokens."""
+        return length * self.decoder.cache_bytes_per_token() + self.decoder.cache_bytes_per_row
+
+    def _slot_cache(self, rows: list[Row]) -> "SlotCache | BatchInvariantCache | ModuleCache":
         """A cache for as many concurrent rows as fit."""
-        decoder = self.decoder
-        token, budget = decoder.cache_bytes_per_token(), self._cache_budget()
+        decoder, budget = self.decoder, self._cache_budget()
         least = max(row.length for row in rows)
-        if budget < least * token:
+        if budget < self._row_bytes(least):
             raise ValueError(
-                f"the KV cache has {budget:,} bytes, but one row of {least} tokens needs {least * token:,}: "
+                f"the KV cache has {budget:,} bytes, but one row of {least} tokens needs {self._row_bytes(least):,}: "
                 "increase the memory of the cache or decrease the sequence length"
             )
         # columns for rows that start together; 1.5 times as many if others follow
         length = max(len(row.prompt) for row in rows) + max(row.limit for row in rows) - 1
         slots = min(len(rows), self.max_rows)
-        if slots < len(rows) or slots * length * token > budget:
+        if slots < len(rows) or slots * self._row_bytes(length) > budget:
             length += length // 2
-        slots = max(1, min(slots, budget // (length * token)))
-        length = min(length, budget // (slots * token))
+        slots = max(1, min(slots, budget // max(1, self._row_bytes(length))))
+        if token := decoder.cache_bytes_per_token():
+            length = min(length, (budget // slots - decoder.cache_bytes_per_row) // token)
         old, device = self._cache, decoder.embedding.device
         fits = old is not None and old.slots >= slots and old.length >= length
-        if not fits or old.keys.device != device or old.keys.dtype != decoder.dtype:
+        if not fits or old.device != device or old.dtype != decoder.dtype:
             del old  # freed before the new one is allocated
             self._new_cache(slots, length, False)
         return self._cache
@@ -253,9 +292,9 @@ class NativeRollout(RolloutEngine):
         cache, longest, concurrent = self._cache, _longest(rows), min(self.max_rows, concurrent)
         length = cache.length if cache.length >= longest else max(longest, cache.length + cache.length // 2)
         slots = cache.slots if cache.slots >= concurrent else min(self.max_rows, max(concurrent, 2 * cache.slots))
-        token, budget = self.decoder.cache_bytes_per_token(), self._cache_budget()
-        slots = max(cache.slots, min(slots, budget // (length * token)))
-        if length > cache.length and slots * length * token > budget:
+        row, budget = self._row_bytes(length), self._cache_budget()
+        slots = max(cache.slots, min(slots, budget // max(1, row)))
+        if length > cache.length and slots * row > budget:
             return False
         if (slots, length) != (cache.slots, cache.length):
             self._new_cache(slots, length, True)
@@ -294,7 +333,7 @@ class NativeRollout(RolloutEngine):
         if not self.tp.smallest(fits):
             row_blocks, longest, size = size.width, size.positions, size.with_headroom()
             self._cuda_decoder = None  # freed before the new one is allocated
-            block = cuda_decoder.BLOCK_SIZE * decoder.cache_bytes_per_token()
+            block = max(1, cuda_decoder.BLOCK_SIZE * decoder.cache_bytes_per_token())
             budget = self.cache_bytes if self.cache_bytes is not None else self._gpu_budget(decoder, size.slots)
             if self.records:
                 budget -= 2 * size.responses * math.prod(decoder.routed_experts_shape)
@@ -304,14 +343,27 @@ class NativeRollout(RolloutEngine):
                     f"the KV cache has {max(0, budget):,} bytes, but one row of {longest} tokens needs "
                     f"{row_blocks * block:,}: increase the memory of the cache or decrease the sequence length"
                 )
-            buffers = cuda_decoder.StaticBuffers(decoder, size, min(size.blocks, budget // block), self.records)
-            self._cuda_decoder = self._gpu_decoder(decoder, buffers)
+            self._cuda_decoder = self._gpu_decoder(decoder, size, min(size.blocks, budget // block))
         elif not self.tp.smallest(self._cuda_decoder.addresses == cuda_decoder.addresses(decoder)):
-            self._cuda_decoder = self._gpu_decoder(decoder, self._cuda_decoder.buffers)
+            buffers = self._cuda_decoder.buffers
+            self._cuda_decoder = self._gpu_decoder(decoder, buffers.size, buffers.blocks, buffers)
 
-    def _gpu_decoder(self, decoder: Decoder, buffers: "StaticBuffers") -> "CudaDecoder":
+    def _gpu_decoder(
+        self,
+        decoder: "Decoder | ModuleDecoder",
+        size: "Size",
+        blocks: int,
+        buffers: "StaticBuffers | None" = None,
+    ) -> "GraphDecoder":
+        """A decoder over `buffers`, or new ones."""
         from verl.rollout.native import batch_invariant_cuda, cuda_decoder
 
+        if not self.is_fused:
+            from verl.rollout.native.generic import cuda
+
+            buffers = buffers or cuda.ModuleBuffers(decoder, size, blocks, self.records)
+            return cuda.ModuleCudaDecoder(decoder, buffers, self.graphs)
+        buffers = buffers or cuda_decoder.StaticBuffers(decoder, size, blocks, self.records)
         if self.forward is None:
             return cuda_decoder.CudaDecoder(decoder, buffers, self.graphs)
         return batch_invariant_cuda.BatchInvariantCudaDecoder(decoder, buffers, self.graphs, self.forward)
@@ -322,7 +374,7 @@ class NativeRollout(RolloutEngine):
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         wide = decoder.hidden_size + decoder.mlp_width
-        work = 12 * slots * decoder.vocab_size + 8 * PREFILL_TOKENS * wide
+        work = 12 * slots * decoder.vocab_size + 8 * PREFILL_TOKENS * wide + 2 * slots * decoder.cache_bytes_per_row
         return int(min(0.9 * free, self.memory_share * total)) - work
 
     # ---- memory and weights -------------------------------------------------------------------------------------

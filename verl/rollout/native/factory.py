@@ -9,11 +9,12 @@ from torch import nn
 import verl.weight_sync as weight_sync  # loads its modules at use
 from verl.config import schema
 from verl.modeling.huggingface import read_config
-from verl.modeling.vision import is_vision_config
 from verl.rollout.base import RolloutEnv, SharesWeights
 from verl.rollout.loading import empty_module, engine_dtype, load_module
 from verl.rollout.native.engine import NativeRollout
-from verl.rollout.native.model import family_of
+from verl.rollout.native.generic.support import check_modules
+from verl.rollout.native.model import is_readable
+from verl.rollout.native.slices import KEY, SliceReceiver, Slices, check_sizes
 from verl.rollout.tensor_parallel import TensorParallel
 
 
@@ -45,8 +46,7 @@ def make_native(
     }
     dtype = engine_dtype(config, env)
     hf = read_config(model.path, model.override_config, model.trust_remote_code)
-    if is_vision_config(hf):
-        family_of((hf.architectures or [type(hf).__name__])[0])  # before the model is loaded
+    check_model(hf.architectures or (), hf.get_text_config().to_dict(), env.tp_size)  # before the model is loaded
     if env.tp_size > 1:
         return _make_tensor_parallel(model, env, train_engine, dtype, options)
     shared = None if train_engine is None or model.has_adapters else train_engine.shared_module()
@@ -76,13 +76,18 @@ def check_model(architectures: Iterable[str], sizes: Mapping[str, Any], ranks: i
         sizes: the model's config by key.
         ranks: the tensor-parallel size.
     """
+    import transformers
+
     for architecture in architectures:
         # other heads are ignored when the model is loaded
-        if architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
-            family_of(architecture)
+        names_head = architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+        if names_head and not is_readable(architecture, sizes):
+            if ranks > 1:
+                raise ValueError(f"{KEY}={ranks} is not supported for {architecture}, which has no fused layers: use 1")
+            # None: the code comes with the model, and is checked when it is loaded
+            if (model_class := getattr(transformers, architecture, None)) is not None:
+                check_modules(model_class, transformers.AutoConfig.for_model(**sizes))
     if ranks > 1:
-        from verl.rollout.native.slices import check_sizes
-
         check_sizes(sizes, ranks)
 
 
@@ -94,8 +99,6 @@ def _make_tensor_parallel(
     options: dict[str, Any],
 ) -> NativeRollout:
     """The engine of one rank of a tensor-parallel group: a module with slices of the parameters."""
-    from verl.rollout.native.slices import SliceReceiver, Slices
-
     tp = TensorParallel.from_env(env)
     slices = Slices(read_config(model.path, model.override_config, model.trust_remote_code), tp)
     shapes: dict[str, torch.Size] = {}

@@ -47,6 +47,7 @@ class SlotCache:
         self.keys = like.new_zeros(layers, slots, heads, size, width, dtype=decoder.dtype)
         self.values = like.new_zeros(layers, slots, heads, width, size, dtype=decoder.dtype)
         self.mask = like.new_zeros(slots, width, dtype=decoder.dtype)
+        self.device, self.dtype = like.device, decoder.dtype
         self.windows = {layer.window for layer in decoder.layers}
         self.slots, self.length = slots, width
         self.column = self.longest = 0
@@ -140,6 +141,7 @@ class BatchInvariantCache:
         # zeros, not uninitialized memory: masked columns have weight 0, and 0 * NaN would be NaN
         self.keys = decoder.embedding.new_zeros(shape, dtype=decoder.dtype)
         self.values = decoder.embedding.new_zeros(shape, dtype=decoder.dtype)
+        self.device, self.dtype = self.keys.device, decoder.dtype
         self.slots, self.length = slots, length
 
     def copy_from(self, other: "BatchInvariantCache") -> None:

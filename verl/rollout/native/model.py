@@ -12,8 +12,9 @@ together are adjacent, so that a rotation is one complex multiplication.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from verl.modeling.moe import keeps_float_weights, normalizes_weights
 from verl.modeling.vision import is_vision_config, language_model_of
 from verl.rollout.native.decoder import ACTIVATIONS, Decoder, Layer, Projection, Rope, padded_width
 from verl.rollout.native.experts import Experts, is_mixture
+from verl.rollout.native.generic.support import position_limit
 from verl.rollout.native.vision import NativeVision, axis_of_frequencies
 from verl.rollout.tensor_parallel import ALONE, TensorParallel
 
@@ -74,32 +76,35 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-_SHARDED = "rollout.name=native needs unsharded parameters; {} is sharded: gather it before generating"
+SHARDED = "rollout.name=native needs unsharded parameters; {} is sharded: gather it before generating"
 #: bytes of parameters up to which a CPU gets transposed copies of the matrices
 TRANSPOSE_LIMIT = 1 << 30
 
 
-def family_of(name: str) -> Family:
-    """The family of an architecture. Raises ValueError with the supported ones and the alternative."""
-    if name not in FAMILIES:
-        raise ValueError(
-            f"rollout.name=native generates with {', '.join(sorted(FAMILIES))}; found {name}. "
-            "Use rollout.name=hf (every model that transformers runs)"
-        )
-    return FAMILIES[name]
+#: names of the projections that `_Reader` reads
+_PROJECTIONS = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj", "lm_head"),
+)
 
 
-def check_supported(module: nn.Module) -> Family:
-    """The family of `module`. Raises ValueError like `family_of`, for an activation and for bidirectional attention."""
-    name, config = type(module).__name__, module.config.get_text_config().to_dict()
-    family = family_of(name)
-    if (activation := config[family.activation]) not in ACTIVATIONS:
-        raise ValueError(f"rollout.name=native: activation {activation!r} is unknown; known: {sorted(ACTIVATIONS)}")
-    if config.get("use_bidirectional_attention"):
-        raise ValueError(
-            f"rollout.name=native: {name} with use_bidirectional_attention does not generate token by token"
-        )
-    return family
+def is_readable(name: str, settings: Mapping[str, Any], module: nn.Module | None = None) -> bool:
+    """Whether `read_decoder` reads a model.
+
+    Args:
+        name: its architecture.
+        settings: the config of its language model by key.
+        module: None if it is not loaded yet.
+    """
+    family = FAMILIES.get(name)
+    parts = () if module is None else module.named_modules()
+    if any(type(part) is not nn.Linear for path, part in parts if path.rpartition(".")[2] in _PROJECTIONS):
+        return False  # quantized, or wrapped by an adapter
+    return (
+        family is not None
+        and settings[family.activation] in ACTIVATIONS
+        and not settings.get("use_bidirectional_attention")
+    )
 
 
 def read_decoder(
@@ -109,7 +114,7 @@ def read_decoder(
     reuse: Decoder | None = None,
     tp: TensorParallel = ALONE,
 ) -> Decoder:
-    """Read `module` (one of FAMILIES) as a `Decoder` over its parameters.
+    """Read `module` (see `is_readable`) as a `Decoder` over its parameters.
 
     Args:
         module: a HuggingFace model, unsharded, or with this rank's slices of the parameters (`native.slices`).
@@ -119,9 +124,10 @@ def read_decoder(
         tp: the ranks that hold the model.
 
     Raises:
-        ValueError: an unsupported architecture, activation or rotary variant, wrapped projections, sharded parameters.
+        ValueError: an unsupported rotary variant, wrapped projections, sharded parameters.
     """
-    family, config, trunk = check_supported(module), module.config.get_text_config(), language_model_of(module)
+    config, trunk = module.config.get_text_config(), language_model_of(module)
+    family = FAMILIES[type(module).__name__]
     head_dim = trunk.layers[0].self_attn.head_dim
     head = module.lm_head.weight
     transposed = head.device.type == "cpu" and sum(p.nbytes for p in module.parameters()) <= transpose_limit
@@ -132,7 +138,7 @@ def read_decoder(
     known = config.to_dict()
     types = config.layer_types if family.window == "layer_types" else [None] * len(trunk.layers)
     rope_types = sorted(set(types)) if family.rope_per_type else [None]
-    ropes, limits = zip(*(_rope(trunk.rotary_emb, config, kind) for kind in rope_types))
+    ropes = tuple(_rope(trunk.rotary_emb, config, kind) for kind in rope_types)
     pairs = _pairs(head_dim, 2 * len(ropes[0].inverse_frequencies)) if folded else None
     heads = config.num_attention_heads // tp.size, max(1, config.num_key_value_heads // tp.size)
     old = reuse.copies if reuse is not None else ()
@@ -155,7 +161,7 @@ def read_decoder(
         embedding_scale=float(torch.tensor(math.sqrt(config.hidden_size), dtype=stream_dtype)) if family.gemma else 1.0,
         attention_softcap=config.attn_logit_softcapping if family.softcaps else None,
         final_softcap=known.get("final_logit_softcapping"),
-        **dict(zip(("max_positions", "max_positions_reason"), min(limits))),
+        **dict(zip(("max_positions", "max_positions_reason"), position_limit(config))),
         copies=reader.copies,
         folded=folded,
         floor=torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps), dtype=dtype, device=head.device),
@@ -318,7 +324,7 @@ class _Reader:
     def _plain(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         """A parameter in `dtype`, without a copy where that is its dtype."""
         if isinstance(parameter, DTensor):
-            raise ValueError(_SHARDED.format(name))
+            raise ValueError(SHARDED.format(name))
         return parameter.detach() if parameter.dtype == self.dtype else self._copy([parameter], self.dtype)
 
     def _joint(self, parameters: list[nn.Parameter]) -> torch.Tensor:
@@ -328,13 +334,8 @@ class _Reader:
 
 
 def _linear(name: str, linear: nn.Module) -> nn.Linear:
-    if type(linear) is not nn.Linear:
-        raise ValueError(
-            f"rollout.name=native reads plain linear layers; {name} is a {type(linear).__name__}. "
-            "Merge adapters and do not quantize, or use rollout.name=hf"
-        )
     if isinstance(linear.weight, DTensor):
-        raise ValueError(_SHARDED.format(name))
+        raise ValueError(SHARDED.format(name))
     return linear
 
 
@@ -345,26 +346,14 @@ def _pairs(size: int, rotated: int) -> torch.Tensor:
     return at
 
 
-def _rope(rotary: nn.Module, config, layer_type: str | None) -> tuple[Rope, tuple[int, str]]:
-    """The rotary frequencies of a model or layer type, and (max length, reason)."""
-    limit = (config.max_position_embeddings, "the model's max_position_embeddings")
+def _rope(rotary: nn.Module, config, layer_type: str | None) -> Rope:
+    """The rotary frequencies of a model or layer type."""
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
-    kind = parameters["rope_type"]
-    if "dynamic" in kind:
-        raise ValueError(
-            f"rollout.name=native: rotary variant {kind!r} changes the frequencies as a sequence grows, "
-            "which would invalidate cached keys; use rollout.name=hf"
-        )
     prefix = "" if layer_type is None else f"{layer_type}_"
-    frequencies = getattr(rotary, f"{prefix}inv_freq")
-    if kind == "longrope":
-        # above this length the frequencies of all positions change, also those of cached keys
-        original = parameters["original_max_position_embeddings"]
-        reason = "longrope's original_max_position_embeddings; for longer sequences use rollout.name=hf"
-        limit = min(limit, (original, reason))
-        frequencies = getattr(rotary, f"{prefix}original_inv_freq")
+    original = "original_" if parameters["rope_type"] == "longrope" else ""  # those up to `position_limit`
+    frequencies = getattr(rotary, f"{prefix}{original}inv_freq")
     axes = axis_of_frequencies(parameters, len(frequencies))
-    return Rope(frequencies, getattr(rotary, f"{prefix}attention_scaling"), axes), limit
+    return Rope(frequencies, getattr(rotary, f"{prefix}attention_scaling"), axes)
 
 
 def fuse_parameters_in_place(parameters: Sequence[nn.Parameter]) -> torch.Tensor:

@@ -8,6 +8,7 @@ be added at any time (`extend`).
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ class Group:
     tail_blocks: list[int] = field(default_factory=list)
     logits: torch.Tensor | None = None  # after the prompt, (V,) float32
     routed_experts: torch.Tensor | None = None  # choices of the routers for the prompt, with decoder.records
+    states: Any = None  # of the layers after the prompt
 
     @property
     def num_full_blocks(self) -> int:
@@ -137,7 +139,7 @@ class PagedScheduler:
             for values in (self.buffers.tokens, self.buffers.log_probs)
         )
         self.waiting: deque[Sample] = deque()
-        self.free_blocks = list(range(self.buffers.kv_cache.shape[1]))
+        self.free_blocks = list(range(self.buffers.blocks))
         self.slots: list[Sample | None] = []
         self.finished: list[Sample] = []
         self.stops = params.active_stop_ids
@@ -167,7 +169,7 @@ class PagedScheduler:
 
     def extend(self, rows: Sequence[Row]) -> bool:
         """Queue rows, unless one does not fit the buffers. Returns whether it has."""
-        samples, size, blocks = group_rows(rows), self.buffers.size, self.buffers.kv_cache.shape[1]
+        samples, size, blocks = group_rows(rows), self.buffers.size, self.buffers.blocks
         fits = blocks_for_one(samples) <= min(self.buffers.width, blocks)
         fits &= all(row.reach <= size.positions and row.limit <= self.line_width for row in rows)
         if fits:
@@ -308,7 +310,7 @@ class PagedScheduler:
             return
         if group.logits is not None:
             self.free_blocks += group.tail_blocks
-            group.logits = None
+            group.logits = group.states = None
         if not group.running:
             self.free_blocks += group.shared_blocks
             group.shared_blocks = []
@@ -323,6 +325,7 @@ class PagedScheduler:
             buffers.state.index_copy_(1, target, buffers.state[:, source])
             for rows in (buffers.table, buffers.sample_ids, buffers.seeds):
                 rows.index_copy_(0, target, rows[source])
+            self.decoder.move_states(source, target)
         buffers.state[triton_kernels.STATUS, alive:end] = triton_kernels.DONE
         for hole, slot in zip(holes, last):
             self.slots[hole] = self.slots[slot]
@@ -360,6 +363,8 @@ class PagedScheduler:
                 group.logits = row
             for group, routed_experts in zip(fresh, self.decoder.prompt_experts):
                 group.routed_experts = routed_experts
+            for group, states in zip(fresh, self.decoder.prompt_states):
+                group.states = states
         # each sample gets its own copy of the last block of its prompt
         pairs = [(s.group.tail_blocks[0], s.own_blocks[0]) for s in admitted if s.group.tail_blocks]
         if pairs:
@@ -397,6 +402,7 @@ class PagedScheduler:
         index = [order[id(s.group)] for s in samples]
         if len(groups) < len(samples):
             logits = logits[upload(index, torch.int64, self.device)]
+        self.decoder.fill_states(first, [s.group.states for s in samples])
         self.decoder.sample(logits, first, self.params, capped=True)
         self.slots += samples
 

@@ -55,7 +55,7 @@ class Layers:
         logits = torch.empty(len(prompts), self.decoder.vocab_size, device=self.decoder.embedding.device)
         self.prompt_experts = [logits] * len(prompts) if self.records else []
         while order:
-            count = _prefill_batch_size([len(prompts[i]) for i in order])
+            count = prefill_batch_size([len(prompts[i]) for i in order])
             indices, order = order[:count], order[count:]
             batch_images = [None if images is None else images[i] for i in indices]
             logits[self._upload(indices)] = self._prompts(indices, [prompts[i] for i in indices], store, batch_images)
@@ -284,7 +284,7 @@ def _add(
     return x.addmm_(y, projection.matrix)
 
 
-def _prefill_batch_size(lengths: list[int]) -> int:
+def prefill_batch_size(lengths: list[int]) -> int:
     """Number of prompts in the next prefill. lengths: longest first."""
     tokens = 0
     for count, length in enumerate(lengths):

@@ -26,7 +26,7 @@ _BELOW_ONE = tl.constexpr(1 - 2.0**-24)
 
 
 @triton.jit
-def _softcap(x, cap):
+def softcapped(x, cap):
     """cap * tanh(x / cap)."""
     return cap - 2 * cap / (tl.exp(2 * x / cap) + 1)
 
@@ -58,7 +58,7 @@ def _add_keys(q, at, mask, seen, highest, weight, total, scale, softcap, to_valu
     k = tl.load(at, mask=mask, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if SOFTCAP:
-        scores = _softcap(scores, softcap)
+        scores = softcapped(scores, softcap)
     scores = tl.where(seen[None, :], scores, -1e30)
     higher = tl.maximum(highest, tl.max(scores, 1))
     shares = tl.exp(scores - higher[:, None])
@@ -69,7 +69,7 @@ def _add_keys(q, at, mask, seen, highest, weight, total, scale, softcap, to_valu
 
 
 @triton.jit
-def _merge_partials(out, mask, partials, arrived, s, splits, highest, weight, total, GP: tl.constexpr, DP: tl.constexpr,
+def merge_partials(out, mask, partials, arrived, s, splits, highest, weight, total, GP: tl.constexpr, DP: tl.constexpr,
           SP: tl.constexpr):  # fmt: skip
     """Write the running sums of program s to partials (splits, GP, DP + 2). The last program merges them."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)
@@ -117,7 +117,7 @@ def _first_sum(q, k, v, first, scale, softcap, GP: tl.constexpr, DP: tl.constexp
     """Initialize the online softmax of `_add_keys`; with the new key (1, DP) if `first`, otherwise empty."""
     score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
     if SOFTCAP:
-        score = _softcap(score, softcap)
+        score = softcapped(score, softcap)
     weight = tl.where(first, 1.0, 0.0) + tl.zeros([GP], tl.float32)
     total = tl.where(first, v.to(tl.float32), 0.0)[None, :] + tl.zeros([GP, DP], tl.float32)
     return tl.where(first, score, -1e30), weight, total
@@ -181,7 +181,7 @@ def attend(
     at = out + b * HQ * D + heads + d[None, :]
     if SPLIT:
         partials = partial + (b * HK + h) * splits * GP * (DP + 2)
-        _merge_partials(at, real, partials, arrived + b * HK + h, s, splits, highest, weight, total, GP, DP, SP)
+        merge_partials(at, real, partials, arrived + b * HK + h, s, splits, highest, weight, total, GP, DP, SP)
     else:
         tl.store(at, (total / weight[:, None]).to(q.dtype), mask=real)
 
@@ -264,7 +264,7 @@ def scan_vocabulary(logits, state, parts, first, slots, inverse_temperature, sof
     c = j * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + b.to(tl.int64) * V + c, mask=c < V, other=float("-inf")).to(tl.float32)
     if SOFTCAP:
-        x = tl.where(c < V, _softcap(x, softcap), float("-inf"))
+        x = tl.where(c < V, softcapped(x, softcap), float("-inf"))
     x *= inverse_temperature
     highest = tl.max(x, 0)
     at = parts + (slot * NB + j) * 3
@@ -326,14 +326,14 @@ def draw_token(
         c = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(row + c, mask=c < V, other=float("-inf")).to(tl.float32)
         if SOFTCAP:
-            x = tl.where(c < V, _softcap(x, softcap), float("-inf"))
+            x = tl.where(c < V, softcapped(x, softcap), float("-inf"))
         x *= inverse_temperature
         inside = tl.cumsum(tl.exp(x - tl.max(x, 0)).to(tl.float64), 0)
         inner = tl.sum((inside <= share * tl.max(inside, 0)).to(tl.int32), 0)
         token = tl.minimum(block * BLOCK + inner, V - 1)
         logit = tl.load(row + token).to(tl.float32)
         if SOFTCAP:
-            logit = _softcap(logit, softcap)
+            logit = softcapped(logit, softcap)
         log_prob = logit * inverse_temperature - highest - log_total
     _store_token(token, log_prob, state, out_tokens, out_log_probs, is_stop, slots, slot)
 
