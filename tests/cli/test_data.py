@@ -4,8 +4,10 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from examples.quickstart.tiny_model import tiny_model
 from verl.cli.app import app
 from verl.data.files import read_rows
 from verl.evaluation.prompts import write_output
@@ -66,3 +68,47 @@ def test_generated_rows_keep_the_data_source_of_training(tmp_path):
     for name in ("out.jsonl", "out.parquet"):
         write_output(prompts, [["5"]], tmp_path / name)
         assert [row["data_source"] for row in read_rows(tmp_path / name)] == ["my"]
+
+
+TOOLS = """
+from verl.agents.tools.function_tool import function_tool
+
+
+@function_tool
+def add_numbers(a: int, b: int) -> str:
+    \"\"\"Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    \"\"\"
+    return str(a + b)
+"""
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}{% endfor %}"
+)
+
+
+def test_inspect_reads_prompts_as_training_does(run, tmp_path):
+    """With the tools that the template writes; a row that is refused then is a bad row."""
+    (tmp_path / "tools.py").write_text(TOOLS)
+    tiny_chat = tiny_model("qwen2", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_chat)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tiny_chat)
+    rows = [{"prompt": "2+3=", "answer": "5"}, {"prompt": [{"role": "assistant", "content": "5"}], "answer": "5"}]
+    keys = [f"actor_rollout_ref.model.path={tiny_chat}"]
+    code, plain = run("data", "inspect", *keys, rows=rows)
+    assert code == 1 and "bad rows: 1 of 2" in plain and "line 2: the prompt ends with an assistant message" in plain
+    code, output = run("data", "inspect", *keys, f"data.function_tool_path={tmp_path / 'tools.py'}", rows=rows[:1])
+    assert code == 0, output
+    assert "add_numbers" in output and "add_numbers" not in plain
+    length = [int(text.split("length ")[1].split()[0]) for text in (plain, output)]
+    assert length[1] > length[0]
+
+
+def test_the_key_of_the_reward_comes_before_the_data_source(run):
+    row = {**GSM8K, "kind": "lighteval/MATH", "answer": "5"}
+    code, output = run("rewards", "test", "data.reward_fn_key=kind", rows=[row])
+    assert code == 0 and output.startswith("lighteval/MATH: math_reward() at ")

@@ -7,6 +7,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
 from verl.config.schema import ModelConfig
+from verl.data import tokenization
 from verl.data.tokenization import (
     TokenTable,
     check_messages,
@@ -173,3 +174,30 @@ def test_token_table():
     assert len(table) == 3
     assert [table[i] for i in range(3)] == rows
     assert [table[i] for i in (-1, -2, -3)] == rows[::-1]
+
+
+def test_a_prompt_that_is_rendered_already_is_named_once(chat_tokenizer, caplog):
+    """Of a text that `apply_chat_template` wrote, and a text with <s>; not of text about another token."""
+    bos, eos = chat_tokenizer.bos_token, chat_tokenizer.eos_token
+    chat = [{"role": "user", "content": "2+3="}]
+    rendered = chat_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    prompts = [[{"role": "user", "content": text}] for text in ("2+3=", rendered, rendered)]
+    tokenization._templated.clear()
+    with caplog.at_level(logging.WARNING, logger="verl.data"):
+        encode_prompts(chat_tokenizer, prompts[:1], lambda i: f"row {i}")
+        assert not caplog.text
+        encode_prompts(chat_tokenizer, prompts, lambda i: f"row {i}")
+    written = [token for token in (bos, eos, *chat_tokenizer.all_special_tokens) if token and token in rendered]
+    assert written and len(caplog.records) == len({*written})
+    for record in caplog.records:
+        assert record.getMessage().startswith("row 1: the prompt contains ")
+        assert "data.prompt_format=text" in record.getMessage()
+
+
+def test_a_text_prompt_that_begins_with_bos_gets_no_second_one(chat_tokenizer):
+    chat_tokenizer.bos_token = chat_tokenizer.bos_token or chat_tokenizer.eos_token
+    bos = chat_tokenizer.bos_token
+    adds = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, chat_tokenizer.bos_token_id)])
+    chat_tokenizer.backend_tokenizer.post_processor = adds
+    plain, marked = encode_prompts(chat_tokenizer, ["abc", f"{bos}abc"], str)
+    assert plain == marked and plain.count(chat_tokenizer.bos_token_id) == 1

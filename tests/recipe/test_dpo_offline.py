@@ -103,3 +103,24 @@ def test_what_cannot_be_used_is_said_before_a_model_is_loaded(change, override, 
     chosen = [*settings, f"data.train_files={tmp_path / 'pairs.jsonl'}", *([override] if override else [])]
     with pytest.raises(ValueError, match=message):
         DPOTrainer(overrides=chosen)
+
+
+def test_rows_without_ground_truth_are_trained_on(tiny, settings, tmp_path):
+    """As in UltraFeedback: nothing is scored without a validation. Online DPO and a validation need a ground truth."""
+    rows = [
+        {
+            "prompt": f"{text}=",
+            "chosen": [{"role": "user", "content": f"{text}="}, {"role": "assistant", "content": text[::-1]}],
+            "rejected": [{"role": "user", "content": f"{text}="}, {"role": "assistant", "content": text}],
+            "score_chosen": 8.5,
+        }
+        for text in ("ab", "bc", "cd", "de", "ef")
+    ]
+    write(tmp_path / "preferences.jsonl", rows)
+    given = ["data.train_files", "data.val_files", "reward.custom_reward_function"]
+    run = [setting for setting in settings if not setting.startswith(tuple(given))]
+    run += [f"data.train_files={tmp_path / 'preferences.jsonl'}", "trainer.total_training_steps=2"]
+    assert DPOTrainer(overrides=run).fit()["dpo/score_mean"] == 0.5
+    for more in (f"data.val_files={tmp_path / 'preferences.jsonl'}", "dpo.answers=policy"):
+        with pytest.raises(ValueError, match="no ground truth to score against"):
+            DPOTrainer(overrides=[*run, more, "trainer.resume_mode=disable"])

@@ -57,6 +57,17 @@ def test_every_rule_passes_its_trial(source, truth, solution):
         assert max(found["right"]) > max(found["wrong"] + found["empty"])
 
 
+@pytest.mark.parametrize("measure", [len, lambda text: len(text.split()), lambda text: min(len(text) / 50, 1.0)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_reward_by_length_is_named_also_where_the_right_response_is_long(measure, sign):
+    """A worked solution is paid more than any wrong response; the short right one less than a long wrong one."""
+    solution = "First we add seven to sixty-five. " * 30 + "#### 72"
+    fault = describe_fault(scores(lambda text: sign * measure(text), "72", solution))
+    assert f"its score {'grows' if sign > 0 else 'falls'} with the length of the response" in fault
+    right = describe_fault(scores(lambda text: float("72" in text) + 1e-4 * sign * measure(text), "72", solution))
+    assert right is None, "a small term beside a right reward"
+
+
 def test_the_tests_of_a_program_are_no_response():
     assert trial_responses("assert f(1) == 2")["right"] == []
     assert trial_responses(None)["right"] == []

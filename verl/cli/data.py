@@ -51,41 +51,61 @@ def _print(*cells: Any, sep: str = "  ") -> None:
 
 def _inspect(config: Any, rows: Any) -> list[str]:
     from verl.config.schema import SFTDataConfig
-    from verl.data.columns import reward_model
-    from verl.data.forms import read_prompt_column
     from verl.data.sft_dataset import find_sample_columns
-    from verl.data.tokenization import encode_prompts, load_tokenizer, read_prompt
 
-    section, model = config.data, config.actor_rollout_ref.model
-    tokenizer = load_tokenizer(model) if model.path else None
-    has_template = tokenizer is not None and tokenizer.chat_template is not None
     types: dict[str, Counter] = {name: Counter() for name in rows.columns}
     lengths: dict[str, list[int]] = {name: [] for name in (*rows.columns, "prompt in tokens")}
-    prompts, bad = [], []
-    for index, row in enumerate(rows):
+    for row in rows:
         for name in rows.columns:
             types[name][type(row[name]).__name__] += 1
             lengths[name].append(len(str(row[name])))
-        try:
-            prompt = read_prompt_column(row, section.prompt_key)
-            prompt = read_prompt(prompt, section.prompt_format, has_template, rows.location(index))
-            reward_model(row, rows.location(index), section.ground_truth_key)
-            if tokenizer is not None:
-                prompt = encode_prompts(tokenizer, [prompt], lambda _, i=index: rows.location(i))[0]
-                lengths["prompt in tokens"].append(len(prompt))
-            prompts.append(prompt)
-        except ValueError as error:
-            bad.append(str(error))
+    read = _read_texts if config.actor_rollout_ref.model.path is None else _read_tokens
+    lengths["prompt in tokens"], first, bad = read(config, rows)
     for name, sizes in lengths.items():
         if sizes:
             kinds = ", ".join(f"{kind} {count:,}" for kind, count in types.get(name, {}).items())
             _print(f"{name:<20} length {min(sizes):,} to {max(sizes):,}, mean {sum(sizes) / len(sizes):,.0f}", kinds)
-    _print("first prompt:", "none" if not prompts else tokenizer.decode(prompts[0]) if tokenizer else prompts[0])
+    _print("first prompt:", first)
     try:
         find_sample_columns(rows, SFTDataConfig())
     except ValueError as error:
         _print("sft:", error)
     return bad
+
+
+def _read_texts(config: Any, rows: Any) -> tuple[list[int], Any, list[str]]:
+    """(no lengths, the first prompt, the bad rows)."""
+    from verl.data.columns import reward_model
+    from verl.data.forms import read_prompt_column
+    from verl.data.tokenization import read_prompt
+
+    section, prompts, bad = config.data, [], []
+    for index, row in enumerate(rows):
+        try:
+            prompt = read_prompt_column(row, section.prompt_key)
+            prompts.append(read_prompt(prompt, section.prompt_format, False, rows.location(index)))
+            reward_model(row, rows.location(index), section.ground_truth_key)
+        except ValueError as error:
+            bad.append(str(error))
+    return [], prompts[0] if prompts else "none", bad
+
+
+def _read_tokens(config: Any, rows: Any) -> tuple[list[int], Any, list[str]]:
+    """(lengths in tokens, the first prompt, the bad rows), as training reads them, with tools and images."""
+    from verl.data.bad_rows import BadRowsError
+    from verl.data.processor import load_processor
+    from verl.data.rlhf_dataset import RLHFDataset
+    from verl.data.tokenization import load_tokenizer
+
+    model = config.actor_rollout_ref.model
+    tokenizer = load_tokenizer(model)
+    section = config.data.model_copy(update={"max_bad_rows": len(rows) - 1, "max_prompt_length": 2**31})
+    try:
+        dataset = RLHFDataset(config.data.train_files, tokenizer, section, load_processor(model, tokenizer))
+    except BadRowsError as error:
+        return [], "none", [row["reason"] for row in error.rows]
+    lengths = [len(item["prompt_ids"]) for item in dataset]
+    return lengths, dataset.describe(0)[0], [row["reason"] for row in dataset.bad_rows]
 
 
 def _test(config: Any, rows: Any) -> list[str]:
@@ -99,8 +119,9 @@ def _test(config: Any, rows: Any) -> list[str]:
         import_module(address)
     manager, names, bad, tried = load_rewards(config, None), reward_columns(rows, config.data), [], set()
     for index, row in enumerate(rows):
-        location, source = rows.location(index), data_source(row, rows, index, config.data.reward_fn_key)
+        location, key = rows.location(index), config.data.reward_fn_key
         try:
+            source = row[key] if key in row else data_source(row, rows, index, key)
             function = manager.compute_score.for_data_source(source)
             truth = reward_model(row, location, config.data.ground_truth_key)["ground_truth"]
             kinds = {"empty": [""]} if source in tried else trial_responses(truth, row.get("solution"))

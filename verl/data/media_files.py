@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from verl.data.files import Rows
-from verl.utils.paths import resolved
+from verl.utils.paths import expanded, resolved
 
 #: at most this many evenly spaced rows are read
 _ROWS = 512
@@ -30,8 +30,8 @@ def media_digest(rows: Rows, columns: tuple[str, ...]) -> str | None:
     for index in range(0, len(rows), 1 + len(rows) // _ROWS):
         row, texts = rows[index], []
         _with_texts([row.get(column) for column in columns], lambda text, _, texts=texts: texts.append(text))
-        for text in (text.removeprefix("file://") for text in texts):
-            path = rows.folder(index) / text
+        for text in texts:
+            path = rows.folder(index) / expanded(text.removeprefix("file://"))
             if not text.startswith(("data:", "http://", "https://")) and _is_file(path):
                 has_files = True
                 digest.update(_file_digest(path))

@@ -268,15 +268,42 @@ def encode_prompts(
     messages = [prompts[i] for i in chats]
     rendered = render_chats(tokenizer, messages, location=lambda k: location(chats[k]), **settings)
     check_rendering(tokenizer, messages, rendered, lambda k: location(chats[k]), **settings)
+    _warn_of_templated(tokenizer, messages, rendered, lambda k: location(chats[k]))
     chat_ids = encode(tokenizer, rendered, add_special_tokens=False)
     plain_ids = encode_plain_prompts(tokenizer, [prompts[i] for i in plain], lambda k: location(plain[k]))
     encoded = dict(zip([*chats, *plain], [*chat_ids, *plain_ids]))
     return [encoded[i] for i in range(len(prompts))]
 
 
+#: special tokens that were warned of
+_templated: set[str] = set()
+
+
+def _warn_of_templated(
+    tokenizer: Any, chats: Sequence[Sequence[Message]], rendered: Sequence[str], location: Callable[[int], str]
+) -> None:
+    """Warn of a prompt with a special token that the chat template writes too: it was rendered before."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} - _templated
+    for i, (chat, text) in enumerate(zip(chats, rendered)):
+        written = "".join(message["content"] for message in chat)
+        for token in [token for token in special if token in written and text.count(token) > written.count(token)]:
+            special.discard(token)
+            _templated.add(token)
+            logger.warning(
+                "%s: the prompt contains %r, which the chat template writes too: it is rendered twice if it was "
+                "rendered before. To use texts as they are, set data.prompt_format=text; otherwise remove it",
+                *(location(i), token),
+            )
+
+
 def encode_plain_prompts(tokenizer: Any, prompts: Sequence[str], location: Callable[[int], str]) -> list[list[int]]:
-    """Token ids of prompts without a chat template, with a bos token if the tokenizer adds one."""
+    """Token ids of prompts without a chat template, with a bos token if the tokenizer adds one. A rendered prompt may
+    have one already, which counts."""
     encoded = encode(tokenizer, prompts, add_special_tokens=True)
+    bos = [tokenizer.bos_token_id] * 2
+    encoded = [
+        ids[1:] if ids[:2] == bos and p.startswith(tokenizer.bos_token) else ids for p, ids in zip(prompts, encoded)
+    ]
     for i, (prompt, ids) in enumerate(zip(prompts, encoded)):
         if ids and ids[-1] == tokenizer.eos_token_id and not prompt.endswith(tokenizer.eos_token):
             raise ValueError(

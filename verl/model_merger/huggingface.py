@@ -117,6 +117,7 @@ def build(
             state_dict=weights,
             dtype=dtype,
             attn_implementation="eager",
+            experts_implementation="eager",  # grouped matmuls have no float64
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported, with all others at once
         )

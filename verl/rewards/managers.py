@@ -82,9 +82,10 @@ def is_public_manager(cls: Any) -> bool:
 
 
 def reward_result(
-    rewards: torch.Tensor, extras: Sequence[Mapping[str, Any]], failed: int, empty: int
+    data: DataProto, rewards: torch.Tensor, extras: Sequence[Mapping[str, Any]], failed: int
 ) -> dict[str, Any]:
     """The result of a manager with `return_dict`, from the extra values of each sample; a missing value is None."""
+    empty = int((~token_masks(data)[1].any(1)).sum())
     names = dict.fromkeys(name for extra in extras for name in extra)
     return {
         "reward_tensor": rewards,
@@ -284,12 +285,11 @@ class NaiveRewardManager(RewardManager):
             lambda todo: self.outcomes([samples[i] for i in todo]),
             lambda i, function, bad: f"reward function {function.location} {bad}\n{samples[i].describe()}",
         )
-        present, sampled = token_masks(data)
-        scores = self.shape(scores, extras, present.sum(1).tolist())
+        scores = self.shape(scores, extras, token_masks(data)[0].sum(1).tolist())
         if self.num_examine:
             self._print_examples(data, samples, scores)
         rewards = reward_tensor(data, scores)
-        return reward_result(rewards, extras, failed, int((~sampled.any(1)).sum())) if return_dict else rewards
+        return reward_result(data, rewards, extras, failed) if return_dict else rewards
 
     def outcomes(self, samples: Sequence[Sample]) -> Generator[tuple[int, ScoreFunction, Outcome]]:
         """Score the samples; yields (index, the function that scored it, outcome) in any order."""

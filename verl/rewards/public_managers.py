@@ -37,7 +37,7 @@ from verl.rewards.managers import (
 )
 from verl.rewards.outcome import RewardError
 from verl.rewards.public_scores import default_compute_score
-from verl.rewards.responses import reward_tensor, token_masks
+from verl.rewards.responses import reward_tensor
 from verl.rewards.sandbox.calls import Isolation, call_async, remote_caller
 from verl.rewards.sandbox.pool import Limits, Outcome, ProcessPool, describe_error
 
@@ -81,12 +81,8 @@ class ColumnsRewardManager(RewardManager):
             self._compare(data[:_COMPARED], rewards[0].sum().item())
         if not return_dict:
             return rewards
-        empty = float((data.column("attention_mask")[:, -rewards.shape[1] :].sum(1) == 0).sum())
-        return {
-            "reward_tensor": rewards,
-            "reward_extra_info": {name: self._values(name, extra[name], len(data)) for name in extra},
-            "metrics": {"reward/failed_rows": 0.0, "reward/empty_responses": empty},
-        }
+        values = {name: self._values(name, extra[name], len(data)) for name in extra}
+        return {**reward_result(data, rewards, [], 0), "reward_extra_info": values}
 
     def _compare(self, data: DataProto, reward: float) -> None:
         """Warn if a manager that gave all samples of a batch one reward hides what its reward function says."""
@@ -183,8 +179,8 @@ class SingleRewardManager(RewardManager):
             lambda todo: self._outcomes(data, todo),
             lambda i, _, bad: f"reward manager {name} {bad}\n  sample {i} of {len(data)}",
         )
-        rewards, empty = reward_tensor(data, scores), int((~token_masks(data)[0].any(1)).sum())
-        return reward_result(rewards, extras, failed, empty) if return_dict else rewards
+        rewards = reward_tensor(data, scores)
+        return reward_result(data, rewards, extras, failed) if return_dict else rewards
 
     def _outcomes(self, data: DataProto, rows: Sequence[int]) -> Generator[tuple[int, None, Outcome]]:
         """The outcomes of samples, in their order."""

@@ -33,24 +33,30 @@ def trial_responses(ground_truth: Any, solution: Any = None) -> dict[str, list[s
     right = [form.format(text, text, text) for text in references for form in _FORMS]
     if isinstance(solution, str) and solution.strip():
         right += [solution, f"```python\n{solution}\n```"]
-    return {"right": right, "wrong": [*(form.format(*[_WRONG] * 3) for form in _FORMS), _WRONG * 20], "empty": [""]}
+    return {
+        "right": right,
+        "wrong": [*(form.format(*[_WRONG] * 3) for form in _FORMS), " ".join([_WRONG] * 20)],
+        "empty": [""],
+    }
 
 
 def describe_fault(scores: Mapping[str, Sequence[float]]) -> str | None:
     """What is wrong with a reward that pays the responses of `trial_responses` like this; None if it can be right."""
     best = {kind: max(values) for kind, values in scores.items() if values}
     values = {value for kind in scores.values() for value in kind}
-    unpaid = max(best["wrong"], best["empty"])
+    unpaid, empty = max(best["wrong"], best["empty"]), scores["empty"][0]
+    short, long = scores["wrong"][0], scores["wrong"][-1]
+    trend = "grows" if empty < short < long else "falls" if empty > short > long else ""
     if len(values) == 1 and ("right" in best or unpaid > 0):
         fault = "pays nothing for a right response" if unpaid <= 0 else "pays every response the same"
+    elif trend == "grows" and (scores.get("right") or [long])[0] <= long < best.get("right", long):
+        fault = "pays a long wrong response as much as a short right one, or more"  # and a long right one most
     elif unpaid < best.get("right", float("inf")):
         return None
     else:
         kind = "a wrong" if best["wrong"] == unpaid else "an empty"
         fault = f"pays {kind} response as much as a right one, or more"
-    short, long = scores["wrong"][0], scores["wrong"][-1]
-    if scores["empty"][0] < short < long or scores["empty"][0] > short > long:
-        fault += f"; its score {'grows' if short < long else 'falls'} with the length of the response"
+    fault += f"; its score {trend} with the length of the response" if trend else ""
     return f"{fault} (best scores: {', '.join(f'{kind} {value:g}' for kind, value in best.items())})"
 
 

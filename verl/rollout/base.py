@@ -12,7 +12,7 @@ Load its file with `imports=[path/to/file.py]` and select it with `actor_rollout
 import asyncio
 import threading
 from abc import ABC
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -333,15 +333,19 @@ def make_rollout_engine(
             f"({type(engine).__name__}.supports_tensor_parallel is False): leave it at 1, or use rollout.name=native"
         )
     check_records(config, name, engine.records_routing)
-    if engine.sampling_keys is not None:
-        for key, default in SAMPLING_DEFAULTS.items():
-            value = getattr(config, key, default)
-            if value != default and key not in engine.sampling_keys:
-                raise ValueError(
-                    f"rollout.{key}={value}: the rollout engine {name!r} does not support it (it supports "
-                    f"{', '.join(sorted(engine.sampling_keys))}): leave it at {default}"
-                )
+    check_sampling_keys(config, name, engine.sampling_keys)
     return engine
+
+
+def check_sampling_keys(config: BaseModel, name: str, supported: Collection[str] | None) -> None:
+    """Raise ValueError for a sampling key that is set and not supported. None: not declared."""
+    for key, default in SAMPLING_DEFAULTS.items() if supported is not None else ():
+        value = getattr(config, key, default)
+        if value != default and key not in supported:
+            raise ValueError(
+                f"rollout.{key}={value}: the rollout engine {name!r} does not support it (it supports "
+                f"{', '.join(sorted(supported))}): leave it at {default}"
+            )
 
 
 def _register_built_in(name: str) -> None:

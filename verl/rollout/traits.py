@@ -38,6 +38,8 @@ class EngineTraits:
         joins_training_groups: a tensor-parallel group may be the ranks of a sharded training engine, in their order.
         images: the model types with images whose log-probs have been compared with those of training; None: the engine
             itself rejects a model that it does not support.
+        sampling_keys: the keys of `schema.SamplingConfig` that it applies: setting another one is an error. None: not
+            declared here, but possibly by `RolloutEngine.sampling_keys`.
         check_model: "module:function" that raises ValueError for a model, called with the names of its architectures,
             its config by key and the tensor-parallel size.
     """
@@ -56,6 +58,7 @@ class EngineTraits:
     own_process: bool = False
     joins_training_groups: bool = False
     images: tuple[str, ...] | None = None
+    sampling_keys: frozenset[str] | None = None
     check_model: str = ""
 
     @property

@@ -182,6 +182,7 @@ class Trainer(ABC):
         self.runner.check_steps(steps)
         keep_workers, view, metrics = self._started, self.view, dict[str, float]()
         view.restarts, view.interrupted, view.stop_reason, self._steps_to_add = 0, None, self._watch.reason, steps
+        view.has_failed = False
         with closing(self.source), lock_folder(self.folder):
             while True:  # again after a step that was undone, a rollback or a restart
                 try:
@@ -238,7 +239,8 @@ class Trainer(ABC):
             self._save_if_due()
         self.checkpointer.wait()
         if view.stop_reason is not None:
-            logger.info("early stopping at step %d of %d: %s", view.step, view.total_steps, view.stop_reason)
+            level, how = (logging.ERROR, "stopped") if view.has_failed else (logging.INFO, "early stopping")
+            logger.log(level, "%s at step %d of %d: %s", how, view.step, view.total_steps, view.stop_reason)
         if view.interrupted is not None and view.end_reason is None:
             raise Stopped(view.interrupted, finished=True)
         self._log = None

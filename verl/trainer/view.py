@@ -37,6 +37,7 @@ class RunView:
         ready: whether workers are started and the checkpoint is loaded; later errors are not setup errors.
         interrupted: SIGINT or SIGTERM, once it was received.
         stop_reason: why a guard ends the run; None while none does.
+        has_failed: whether it does because something is wrong.
         restarts: number of restarts of this `fit`.
     """
 
@@ -54,6 +55,7 @@ class RunView:
     ready: bool = False
     interrupted: signal.Signals | None = None
     stop_reason: str | None = None
+    has_failed: bool = False
     restarts: int = 0
 
     @property

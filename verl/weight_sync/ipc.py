@@ -251,6 +251,7 @@ def _send_all(channels: list[Channel], message: tuple, ignore_errors: bool = Fal
             with _named_memory():
                 ForkingPickler(content).dump(message)
             channel.send_bytes(content.getvalue())
-        except (BrokenPipeError, OSError):
+        except OSError as error:
             if not ignore_errors:
-                raise ValueError(f"weight sync: rollout process {process} has ended") from None
+                reason = "has ended" if isinstance(error, ConnectionError) else f"did not get the weights: {error}"
+                raise ValueError(f"weight sync: rollout process {process} {reason}") from error

@@ -12,7 +12,14 @@ from verl.trainer.checks.preflight import Recipe
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
 
-RECIPE = Recipe("DPO", Path(__file__).with_name("dpo.yaml"), DPOConfig, check_settings, check_pairs)
+RECIPE = Recipe(
+    "DPO",
+    Path(__file__).with_name("dpo.yaml"),
+    DPOConfig,
+    check_settings,
+    check_pairs,
+    scores_training=lambda config: config.dpo.answers == "policy",
+)
 
 
 class DPOTrainer(PPOTrainer):

@@ -33,7 +33,7 @@ _MORE_PANELS: dict[str, tuple[str, ...]] = {
     "responses cut at the limit": ("response_length/clip_ratio",),
     "critic": ("critic/vf_loss", "critic/vf_explained_var"),
     "staleness": ("async/staleness_mean", "async/staleness_max"),
-    "memory (GiB)": ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb", "perf/cpu_memory_used_gb"),
+    "memory (GiB)": ("perf/max_memory_allocated_gb", "perf/cpu_memory_used_gb"),
     "tokens per second": ("perf/throughput", "rollout/tokens_per_second"),
 }
 

@@ -115,7 +115,9 @@ def check_reward_function(run: Run) -> None:
     uses its scores 0 and 1; if the reward is the same for both, a warning is logged.
     """
     inputs, manager = run.inputs, run.inputs.reward_manager
-    datasets = [each for each in (*datasets_of(inputs.train_dataset), inputs.val_dataset) if each is not None]
+    is_scored = run.recipe.scores_training is None or run.recipe.scores_training(run.config)
+    scored = (*(datasets_of(inputs.train_dataset) if is_scored else ()), inputs.val_dataset)
+    datasets = [each for each in scored if each is not None]
     if manager.compute_score.needs_ground_truth:
         for dataset in datasets:
             check_ground_truth(dataset, f"the reward function {manager.compute_score.name}")

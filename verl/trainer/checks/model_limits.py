@@ -11,6 +11,7 @@ from verl.data.tokenization import load_tokenizer
 from verl.engines.traits import strategy_traits
 from verl.modeling.huggingface import experts_of, model_source, read_config
 from verl.registry import load_object
+from verl.rollout.base import check_sampling_keys
 from verl.rollout.checks import check_images
 from verl.rollout.traits import engine_traits
 
@@ -78,6 +79,7 @@ class ModelLimits:
     def check_engine(self, rollout: schema.RolloutEngineConfig) -> None:
         """Raise ValueError if the rollout engine does not support the architecture, or cannot split it over ranks."""
         traits = engine_traits(rollout.name)
+        check_sampling_keys(rollout, rollout.name, traits.sampling_keys)
         if self.hf_config is not None:
             check_images(traits, self.hf_config)
         if traits.check_model:

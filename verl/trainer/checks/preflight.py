@@ -48,6 +48,7 @@ class Recipe:
         schema: the config schema, if the method has additional keys.
         check: problems of the settings, if any; part of the preflight checks.
         check_inputs: raises ValueError for data that the method does not support; part of the preflight checks.
+        scores_training: settings -> whether training responses are scored, so that they need a ground truth; None: yes.
     """
 
     name: str | None = None
@@ -55,6 +56,7 @@ class Recipe:
     schema: type[Schema] = Config
     check: Callable[[Any], Iterable[Problem]] | None = None
     check_inputs: "Callable[[Any, Inputs], None] | None" = None
+    scores_training: Callable[[Any], bool] | None = None
 
     def read(self) -> dict[str, Any]:
         """The settings of the file, interpolations not yet resolved."""

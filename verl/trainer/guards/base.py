@@ -10,10 +10,11 @@ if TYPE_CHECKING:  # this module is imported before torch
 
 @dataclass(frozen=True)
 class Action:
-    """What the run does next. reason: why, for a run that ends."""
+    """What the run does next. reason: why, for a run that ends; failed: something is wrong."""
 
     name: str
     reason: str = ""
+    failed: bool = False
 
 
 #: No objection; the same as None.
@@ -27,9 +28,12 @@ ROLL_BACK = Action("roll back")
 RESTART = Action("restart")
 
 
-def STOP(reason: str) -> Action:
-    """End the run after this step, as at its last step: it is saved if trainer.save_at_end is set."""
-    return Action("stop", reason)
+def STOP(reason: str, *, failed: bool = False) -> Action:
+    """End the run after this step, as at its last step: it is saved if trainer.save_at_end is set.
+
+    failed: something is wrong, so the reason is logged as an error, and commands end with exit status 1.
+    """
+    return Action("stop", reason, failed)
 
 
 class Guard:
@@ -38,7 +42,7 @@ class Guard:
         class StopAtNaN(Guard):
             def after_step(self, view, report):
                 bad = [name for name, value in report.items() if math.isnan(value)]
-                return STOP(f"{bad[0]} is NaN") if bad else None
+                return STOP(f"{bad[0]} is NaN", failed=True) if bad else None
 
         trainer.guards.append(StopAtNaN())
 
@@ -104,4 +108,5 @@ def _call(guard: Guard, view: "RunView", hook: str, *args: Any) -> Action | None
     if not isinstance(action, Action):
         raise ValueError(f"{type(guard).__name__}.{hook} returned {action!r}, expected None or an Action")
     view.stop_reason = action.reason or view.stop_reason
+    view.has_failed |= action.failed
     return action

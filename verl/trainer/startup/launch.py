@@ -11,6 +11,7 @@ from verl.config import ConfigError
 from verl.single_controller.worker_group import WorkerError
 from verl.trainer.guards.early_stopping import NoMetricError
 from verl.trainer.guards.interruption import Stopped, sigterm_raises
+from verl.trainer.guards.mismatch import RolloutMismatchError
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
 from verl.utils.disk import DiskError
 from verl.utils.log import console, setup_logging, styled
@@ -68,7 +69,7 @@ def fit(trainer: "Trainer") -> int:
         return stop.exit_status
     except DiskError as error:
         return print_error(error)
-    except NoMetricError as error:
+    except (NoMetricError, RolloutMismatchError) as error:
         error.add_note(trainer.progress_summary())
         return print_error(error)
     except Exception as error:
@@ -76,7 +77,7 @@ def fit(trainer: "Trainer") -> int:
             return print_error(error)
         error.add_note(_failure_summary(trainer, error))
         raise
-    return 0
+    return int(trainer.view.has_failed)
 
 
 def run(build: Callable[[], Any], execute: Callable[[Any], int] = fit) -> int:
