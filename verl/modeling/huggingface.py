@@ -129,11 +129,12 @@ def _has_separate_head(path: str, config: Any) -> bool:
     if len(heads) != 1:
         return False
     shape = files[heads[0]].get_slice(heads[0]).get_shape()
-    same = [name for name, file in files.items() if file.get_slice(name).get_shape() == shape and name not in heads]
+    outside = [name for name in files if name not in heads and not any(part.isdigit() for part in name.split("."))]
+    same = [name for name in outside if files[name].get_slice(name).get_shape() == shape]
     return len(same) == 1 and not torch.equal(*(files[name].get_tensor(name) for name in (heads[0], same[0])))
 
 
-def _around_embeddings(module: nn.Module) -> list[nn.Module]:
+def around_embeddings(module: nn.Module) -> list[nn.Module]:
     """The modules that contain the input embeddings, from a child of the model inwards."""
     embeddings = module.get_input_embeddings()
     name = next(name for name, layer in module.named_modules() if layer is embeddings)
@@ -145,7 +146,7 @@ def _around_embeddings(module: nn.Module) -> list[nn.Module]:
 
 def trunk_of(module: nn.Module) -> nn.Module:
     """The child of a model that turns tokens into hidden states: the one with the input embeddings."""
-    return _around_embeddings(module)[0]
+    return around_embeddings(module)[0]
 
 
 class LMHead:
@@ -156,7 +157,7 @@ class LMHead:
     """
 
     def __init__(self, module: nn.Module):
-        self.module, self._skipped = module, _around_embeddings(module)
+        self.module, self._skipped = module, around_embeddings(module)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """(s, H) -> (s, V)."""
