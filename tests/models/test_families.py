@@ -8,8 +8,7 @@ import re
 
 import pytest
 
-from tests.models.cells import CELLS, RECORD, TINY, Outcome, recorded, run_cells
-from tests.models.families import FAMILIES
+from tests.models.cells import CELLS, TINY, recorded, run_cells
 
 #: one family of each kind, for which the fast tests have every cell
 KINDS = (

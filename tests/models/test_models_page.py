@@ -9,7 +9,7 @@ PAGE = model_table.PAGE.read_text(encoding="utf-8")
 
 
 def test_the_page_is_the_record():
-    assert PAGE == model_table.text(), "run python scripts/model_table.py --page"
+    assert model_table.text() == PAGE, "run python scripts/model_table.py --page"
 
 
 def test_every_family_is_recorded():
