@@ -2,7 +2,6 @@
 
 import copy
 import importlib.util
-import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -371,7 +370,6 @@ class TokenModel(nn.Module):
         self.head = LMHead(module) if spec.kind == "causal_lm" else module.score
         # a function: as an attribute, the trunk would be a second child with the same parameters
         self.get_trunk: Callable[[], nn.Module] = lambda: trunk
-        self.takes_positions = "position_ids" in inspect.signature(trunk.forward).parameters
         self.vocab_size = module.config.get_text_config().vocab_size
         self.vision = VisionForward(module) if vision.is_vision_config(module.config) else None
         self.batch_invariant = spec.kernels == "batch_invariant"
@@ -410,7 +408,8 @@ class TokenModel(nn.Module):
         extra = {} if model_input.packing is None else {"packing": model_input.packing}
         if self.vision is not None:
             return self.vision(model_input, extra)
-        if self.takes_positions:
+        # padded rows begin in the first column, and no layer of a causal model looks ahead: without a mask and
+        # positions, the model computes each row as if it were alone
+        if extra:
             extra["position_ids"] = model_input.position_ids
-        # padding comes after every token of a row: no mask is needed, as no layer of a causal model looks ahead
         return self.get_trunk()(input_ids=model_input.input_ids, use_cache=False, **extra)[0]

@@ -19,6 +19,7 @@ from verl.engines.memory import HOST
 from verl.engines.micro_batch import split_to
 from verl.engines.parallel import device_mesh, init_process_group, reduce_values, tensor_parallel
 from verl.modeling.attention import is_packed, use_default_attention
+from verl.modeling.huggingface import around_embeddings
 from verl.modeling.packing import padding_reason
 from verl.modeling.sequence_parallel import SequenceRanks
 
@@ -179,9 +180,11 @@ class FSDP2(Sharding):
             check_ranks(self.ep_size, tensor, shard)
             expert_shape = (*shape[:-1], shard // self.ep_size, self.ep_size)
             shard_experts(module, device_mesh(device, expert_shape, (*names, EXPERT)), **options)
-        layer_classes = set(module._no_split_modules or ())
-        for layer in module.modules():
-            if type(layer).__name__ in layer_classes:
+        # Mamba lists a block and its mixer, and BERT the embeddings, which may be tied to the head
+        classes, skipped = set(module._no_split_modules or ()), set(around_embeddings(module))
+        for layer in list(module.modules()):
+            if type(layer).__name__ in classes and layer not in skipped:
+                skipped.update(layer.modules())
                 fully_shard(layer, mesh=layer_mesh, **options)
         fully_shard(model, mesh=full_mesh, **options)
         self._broadcast_parameters(model)

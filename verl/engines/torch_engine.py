@@ -99,7 +99,8 @@ class TorchEngine(TrainEngine):
 
             self.adapters = lora.Adapters(self.module)
         else:
-            self.module.requires_grad_(trains)
+            for parameter in self.module.parameters():  # what the model has frozen, such as sinusoids, stays frozen
+                parameter.requires_grad_(trains and parameter.requires_grad)
         if trains and spec.model.freeze_vision_tower:
             tower_of(self.module)[1].requires_grad_(False)
         self._checkpoints_activations = False

@@ -3,14 +3,14 @@
 import functools
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from verl.checkpoints.safetensors_files import SafetensorsFiles, has_weights
 from verl.registry import did_you_mean
-from verl.utils.paths import expanded
 
 #: attributes that have no effect as an override -> what to use
 _NOT_OVERRIDDEN = {
@@ -117,19 +117,24 @@ def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool
 
 
 def _has_separate_head(path: str, config: Any) -> bool:
-    """Whether the files have a head that differs from the embedding, which transformers then does not tie to it."""
-    folder = expanded(model_source(path))
-    if not getattr(config, "tie_word_embeddings", False) or not has_weights(folder):
+    """Whether the files of a folder have a head that differs from the embedding: transformers does not tie it then."""
+    if not getattr(config, "tie_word_embeddings", False):
         return False
-    files = SafetensorsFiles(folder)
-    rows = getattr(config.get_text_config(), "vocab_size", None)
-    matrices = {name: shape for name, shape in files.shapes().items() if len(shape) == 2 and shape[0] == rows}
-    heads = [name for name in matrices if name.split(".")[-2] in _HEADS]
-    others = [name for name in matrices if name not in heads and heads and matrices[name] == matrices[heads[0]]]
-    return len(heads) == len(others) == 1 and not torch.equal(files.read(heads[0]), files.read(others[0]))
+    try:
+        paths = sorted(Path(model_source(path)).expanduser().glob("model*.safetensors"))
+        files = {name: file for file in (safe_open(each, "pt") for each in paths) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError:  # reported when the weights are loaded
+        return False
+    heads = [name for name in files if f".{name}".split(".")[-2] in _HEADS]
+    if len(heads) != 1:
+        return False
+    shape = files[heads[0]].get_slice(heads[0]).get_shape()
+    outside = [name for name in files if name not in heads and not any(part.isdigit() for part in name.split("."))]
+    same = [name for name in outside if files[name].get_slice(name).get_shape() == shape]
+    return len(same) == 1 and not torch.equal(*(files[name].get_tensor(name) for name in (heads[0], same[0])))
 
 
-def _around_embeddings(module: nn.Module) -> list[nn.Module]:
+def around_embeddings(module: nn.Module) -> list[nn.Module]:
     """The modules that contain the input embeddings, from a child of the model inwards."""
     embeddings = module.get_input_embeddings()
     name = next(name for name, layer in module.named_modules() if layer is embeddings)
@@ -141,7 +146,7 @@ def _around_embeddings(module: nn.Module) -> list[nn.Module]:
 
 def trunk_of(module: nn.Module) -> nn.Module:
     """The child of a model that turns tokens into hidden states: the one with the input embeddings."""
-    return _around_embeddings(module)[0]
+    return around_embeddings(module)[0]
 
 
 class LMHead:
@@ -152,7 +157,7 @@ class LMHead:
     """
 
     def __init__(self, module: nn.Module):
-        self.module, self._skipped = module, _around_embeddings(module)
+        self.module, self._skipped = module, around_embeddings(module)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """(s, H) -> (s, V)."""

@@ -46,7 +46,8 @@ def sub_configs(config: Any) -> dict[str, Any]:
 def attention_of(config: Any) -> dict[str, str]:
     """The attention implementation of a model and of its parts, as `set_attn_implementation` takes it."""
     configs = {"": config} | sub_configs(config)
-    return {name: part._attn_implementation for name, part in configs.items()}
+    attention = {name: part._attn_implementation for name, part in configs.items()}
+    return {name: implementation for name, implementation in attention.items() if implementation is not None}
 
 
 def tower_of(module: nn.Module) -> tuple[str, nn.Module]:
