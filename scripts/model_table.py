@@ -45,10 +45,10 @@ def text_of(outcome: Outcome, column: str) -> str:
         return "padded"
     if outcome.is_accepted:
         return "yes"
-    if outcome.result != "refused":
+    if outcome.result not in ("refused", "late"):
         return "fault"
     key = _KEY.search(outcome.message)
-    return f"`{key[0]}`" if key is not None else "no"
+    return (f"`{key[0]}`" if key is not None else "no") + ("†" if outcome.result == "late" else "")
 
 
 def table() -> str:

@@ -32,7 +32,8 @@ _DIFFERING: dict[str, Row] = {
     },
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}}
     | {"ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "moe_loss_weight": 0.0}},
-    **dict.fromkeys(("gemma4", "gemma4_unified"), {"text_config": {"per_layer_config": None}}),
+    "gemma4": {"text_config": {"per_layer_config": None}},
+    "gemma4_unified": {"text_config": {"per_layer_config": None}},
     "dots3_note": "the layers of its vision tower have settings by index",
     "dots3_note_text": _LATENT,
     "gemma3": {"mm_tokens_per_image": 4},

@@ -108,7 +108,7 @@ def _tiny_values(defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tiny_config(model_type: str, differing: Mapping[str, Any]) -> PretrainedConfig:
-    """The config of a tiny model. differing: fields that are not those of `SIZES`; in it, ... is the class's default."""
+    """The config of a tiny model. differing: fields that are not those of `SIZES`; ... is the default of the class."""
     defaults = _defaults(model_type)
     inner = {name: part for name, part in defaults.items() if name in CONFIG_MAPPING[model_type].sub_configs and part}
     values = _tiny_values(defaults) | {name: part | _tiny_values(part) for name, part in inner.items()}

@@ -118,7 +118,7 @@ def test_training_memory_by_hand():
     assert (weights(job, one), gradients(job, one), optimizer_bytes(job, one)) == (4 * 1704, 4 * 1704, 8 * 1704)
     assert (weights(job, four), gradients(job, four), optimizer_bytes(job, four)) == (1704, 1704, 2 * 1704)
     lora = replace(one, lora_rank=4)
-    assert (weights(job, lora), gradients(job, lora)) == (4 * 1704, 4 * 1024)
+    assert (weights(job, lora), gradients(job, lora)) == (4 * (1704 + 1024), 4 * 1024)
     megatron = replace(job, model_parallel=True)
     sharded = replace(one, layout=Layout(8, tensor=2, pipeline=2))
     # bf16 weights and float32 gradients over t p, master weights and moments over all ranks

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from verl.checkpoints.manifest import DELETE
 from verl.checkpoints.safetensors_files import SafetensorsFiles
 from verl.checkpoints.shard_files import ShardPlanner, ShardReader, unpickling_fault
+from verl.engines.optimizer import AdamW8bit
 from verl.modeling.huggingface import load_pretrained
 
 #: magnitude beyond which a weight has diverged; those of pretrained models are below 1e3
@@ -232,7 +233,10 @@ def _fill_state(optimizer: torch.optim.Optimizer) -> None:
     """
     like, state = next(((p, state) for p, state in optimizer.state.items() if state), (None, {}))
     trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    for parameter in (p for p in trained if not optimizer.state.get(p)):
+    for parameter in (p for p in trained if state and not optimizer.state.get(p)):
+        if isinstance(optimizer, AdamW8bit):
+            optimizer.initialize(parameter)
+            continue
         for key, value in state.items():
             is_moment = value.shape == like.shape and key != "step"
             initial = torch.zeros_like(parameter, dtype=value.dtype) if is_moment else torch.zeros_like(value)
@@ -246,7 +250,8 @@ def trained_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
         if parameter.requires_grad:
             tensors[name] = parameter.detach()
             state = optimizer.state.get(parameter, {})
-            tensors |= {f"{name} ({key})": value for key, value in state.items() if key != "step"}
+            floats = {key: value for key, value in state.items() if value.is_floating_point()}  # no 8-bit codes
+            tensors |= {f"{name} ({key})": value for key, value in floats.items() if key != "step"}
     return tensors
 
 

@@ -140,10 +140,19 @@ def load_module(spec: ModelSpec) -> nn.Module:
             module = _with_head(auto.from_config(hf, dtype=spec.model_dtype, **build), spec)
     else:
         module = _from_pretrained(auto, spec, hf, build)
-    module = _with_attention(module, spec).to(spec.device)
+    module = _with_attention(module, spec)
+    if spec.section.quantization is None:
+        module = module.to(spec.device)
     if not spec.random_init:
         _check_finite(module, spec.section.path)
-    return _with_adapters(module, spec)
+    if spec.section.quantization is None:
+        return _with_adapters(module, spec)
+    from verl.engines import lora, quantization
+
+    names = list(lora.adaptable_layers(module))
+    module = _with_adapters(module, spec)
+    quantization.quantize(module, names, spec.device, spec.compute_dtype)
+    return module.to(spec.device)
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from verl.config import schema
 from verl.engines.checkpoint import copy_into
+from verl.engines.quantization import QUANTIZED, dequantized, is_quantized
 from verl.modeling.vision import is_vision_config, outside_language_model
 from verl.registry import did_you_mean
 from verl.utils.paths import read_json
@@ -94,7 +95,7 @@ def _peft_config(module: nn.Module, model: schema.ModelConfig):
         return PeftLoraConfig(
             r=model.lora_rank,
             lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
-            target_modules=_expanded(model.target_modules, ALL_LINEAR, _adaptable_layers(module)),
+            target_modules=_expanded(model.target_modules, ALL_LINEAR, adaptable_layers(module)),
             target_parameters=_expanded(model.target_parameters or (), ALL_EXPERTS, expert_tensors(module)) or None,
             exclude_modules=[*excluded, *head] or None,
             base_model_name_or_path=model.path,
@@ -137,7 +138,7 @@ def is_linear(layer: nn.Module) -> bool:
     return type(layer).forward in (nn.Linear.forward, Conv1D.forward)
 
 
-def _adaptable_layers(module: nn.Module) -> Iterator[str]:
+def adaptable_layers(module: nn.Module) -> Iterator[str]:
     """Names of the linear layers that "all-linear" selects.
 
     All but the head, routers, layers that share their weight with another one, and layers that are not called.
@@ -285,7 +286,7 @@ class Adapters:
         """Yield (HuggingFace name, parameter) without the adapters; as sharded as the module."""
         for name, parameter in self.module.named_parameters():
             if ".lora_" not in name:
-                yield name.replace(".base_layer", ""), parameter.detach()
+                yield name.replace(".base_layer", ""), dequantized(parameter)
 
     def config(self) -> dict[str, Any] | None:
         """The configuration in PEFT format, and `scaling`: name of each layer -> factor of B A.
@@ -327,6 +328,9 @@ class Adapters:
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         self.settings.save_pretrained(folder)
+        names = [name.replace(".base_layer", "") for name, p in self.module.named_parameters() if is_quantized(p)]
+        if names:  # `verl merge` adds the adapters to the weights that they were trained with
+            (folder / QUANTIZED).write_text(json.dumps(names, indent=2), encoding="utf-8")
         path = folder / "adapter_config.json"
         # peft writes sets, whose order differs between processes
         ordered = {key: sorted(v) for key, v in self.settings.to_dict().items() if isinstance(v, set)}

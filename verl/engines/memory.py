@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from verl.engines.optimizer import AdamW8bit
 from verl.engines.token_budget import MAX_AUTO_TOKENS, WORKING_LAYERS, ActivationBytes, tower_activations
 from verl.modeling.log_probs import CHUNK_ELEMENTS, KEPT_SHARE
 from verl.modeling.vision import tower_of, tower_sizes
@@ -122,8 +123,10 @@ def free_bytes(device: torch.device) -> int:
 def update_bytes(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
     """Bytes that an update needs in addition to activations: gradients, and Adam's moments before the first step."""
     local = (p.to_local() if isinstance(p, DTensor) else p for p in parameters if p.requires_grad)
-    trained = sum(p.numel() * p.dtype.itemsize for p in local)
-    return trained if optimizer.state else 3 * trained
+    sizes = [(p.numel(), p.dtype.itemsize) for p in local]
+    gradients = sum(count * size for count, size in sizes)
+    is_8bit = isinstance(optimizer, AdamW8bit)
+    return gradients + (0 if optimizer.state else 2 * (sum(n for n, _ in sizes) if is_8bit else gradients))
 
 
 def logits_bytes(vocab_size: int, itemsize: int, device: torch.device) -> int:

@@ -1,4 +1,8 @@
-"""AdamW, its learning-rate schedule and gradient clipping over parameters that may be sharded."""
+"""AdamW, its learning-rate schedule and gradient clipping over parameters that may be sharded.
+
+`AdamW8bit` keeps its moments in 8 bits with a scale for each block (Dettmers et al. 2022, arXiv 2110.02861): a quarter of
+the memory. A block is a section of a row, which FSDP does not cut, so a run resumes on any number of ranks.
+"""
 
 import inspect
 import math
@@ -6,29 +10,119 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from verl.config import schema
 from verl.engines.parallel import full_tensor
 
+#: elements of a row whose moments share a scale; rows of a matrix that are updated at a time have _CHUNK elements
+_BLOCK, _CHUNK = 256, 2**24
+_CODES, _LEAST = torch.float8_e4m3fn, 2.0**-9
 
-def make_optimizer(optim: schema.OptimConfig, module: torch.nn.Module, device: torch.device) -> torch.optim.AdamW:
-    """Make AdamW over the trained parameters. Raises ValueError for an unknown argument."""
+
+def make_optimizer(optim: schema.OptimConfig, module: torch.nn.Module, device: torch.device) -> torch.optim.Optimizer:
+    """Make the optimizer of the trained parameters. Raises ValueError for an unknown argument."""
+    cls = {"AdamW": torch.optim.AdamW, "AdamW8bit": AdamW8bit}[optim.optimizer]
     arguments = {"lr": optim.lr, "betas": tuple(optim.betas), "weight_decay": optim.weight_decay}
     extra = optim.override_optimizer_config or {}
-    accepted = set(inspect.signature(torch.optim.AdamW).parameters) - {"params", *arguments}
+    accepted = set(inspect.signature(cls).parameters) - {"params", *arguments}
     if not set(extra) <= accepted:
         raise ValueError(
-            f"override_optimizer_config: {sorted(set(extra) - accepted)} are not additional arguments of AdamW; "
-            f"expected some of {sorted(accepted)} (lr, betas and weight_decay are separate keys)"
+            f"override_optimizer_config: {sorted(set(extra) - accepted)} are not additional arguments of "
+            f"{cls.__name__}; expected some of {sorted(accepted)} (lr, betas and weight_decay are separate keys)"
         )
-    if device.type in ("cpu", "cuda") and "foreach" not in extra:
+    if "fused" in accepted and device.type in ("cpu", "cuda") and "foreach" not in extra:
         arguments["fused"] = True
-    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], **arguments | extra)
+    return cls([p for p in module.parameters() if p.requires_grad], **arguments | extra)
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """AdamW whose moments are float8 (e4m3) codes with one float32 scale per block, computed in float32.
+
+    Of the second moment, the square root is stored, which halves its range. Vectors keep float32 moments: they are few,
+    and FSDP cuts them anywhere.
+    """
+
+    def __init__(self, params, lr: float, betas=(0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def initialize(self, parameter: torch.Tensor) -> None:
+        """Set the state of a parameter to zeros. Raises ValueError for columns that are sharded."""
+        columns = parameter.shape[-1] if parameter.ndim > 1 else 0
+        if isinstance(parameter, DTensor) and any(isinstance(p, Shard) and p.dim for p in parameter.placements):
+            raise ValueError("optim.optimizer=AdamW8bit: not supported with tensor_parallel_size > 1: use AdamW")
+        state = self.state[parameter]
+        state["step"] = torch.zeros(())
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(parameter, dtype=torch.uint8 if columns else torch.float32)
+            if columns:
+                blocks = parameter[..., : -(-columns // _BLOCK)]
+                state[f"{name}_scale"] = torch.zeros_like(blocks, dtype=torch.float32).contiguous()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Restore the state without torch's cast to the dtype of the parameter."""
+        super().load_state_dict(state_dict | {"state": {}})
+        parameters = (p for group in self.param_groups for p in group["params"])
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        for parameter, number in zip(parameters, numbers, strict=True):
+            if number in state_dict["state"]:
+                self.state[parameter] = dict(state_dict["state"][number])
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                if not self.state[parameter]:
+                    self.initialize(parameter)
+                state = self.state[parameter]
+                state["step"] += 1
+                tensors = [parameter, parameter.grad, *(value for name, value in state.items() if name != "step")]
+                tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+                if parameter.ndim < 2:
+                    _adamw(*tensors, group, state["step"].item())
+                    continue
+                rows = max(1, _CHUNK // parameter.shape[-1])
+                for chunk in zip(*(t.flatten(0, -2).split(rows) for t in tensors), strict=True):
+                    _adamw_8bit(*chunk, group, state["step"].item())
+
+
+def _adamw(parameter, gradient, mean, square, group: dict, step: float) -> None:
+    """One step of AdamW, in place."""
+    beta1, beta2 = group["betas"]
+    gradient = gradient.float()
+    mean.lerp_(gradient, 1 - beta1)
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    root = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+    update = parameter.float().mul_(1 - group["lr"] * group["weight_decay"])
+    parameter.copy_(update.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**step)))
+
+
+def _adamw_8bit(parameter, gradient, mean, mean_scale, root, root_scale, group: dict, step: float) -> None:
+    """`_adamw` of rows (R, C) with the codes (R, C) and scales (R, blocks) of mean and of the root of the square."""
+    means, squares = _decode(mean, mean_scale), _decode(root, root_scale).square_()
+    _adamw(parameter, gradient, means, squares, group, step)
+    _encode(means, mean, mean_scale)
+    # rounding to 0 would make the update huge
+    _encode(squares.sqrt_(), root, root_scale, _LEAST)
+
+
+def _decode(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    columns = codes.shape[-1]
+    return codes.view(_CODES).float().mul_(scale.repeat_interleave(min(_BLOCK, columns), -1)[:, :columns])
+
+
+def _encode(values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, least: float = -math.inf) -> None:
+    """Write values (R, C) as codes. least: the smallest code."""
+    columns = values.shape[-1]
+    padded = torch.nn.functional.pad(values, (0, -columns % min(_BLOCK, columns)))
+    blocks = padded.unflatten(-1, (scale.shape[-1], -1))
+    scale.copy_(blocks.abs().amax(-1) / torch.finfo(_CODES).max)
+    divided = blocks / scale.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
+    codes.copy_(divided.clamp_(least).flatten(-2)[:, :columns].to(_CODES).view(torch.uint8))
 
 
 def lr_multiplier(optim: schema.OptimConfig, total_training_steps: int = -1) -> Callable[[int], float]:
-    """The schedule: linear warm-up, then constant or cosine.
+    """The schedule: linear warm-up, then constant, cosine, linear, or wsd, which is constant and ends with a linear decay.
 
     Args:
         total_training_steps: length of the run, if the section does not set its own.
@@ -37,21 +131,26 @@ def lr_multiplier(optim: schema.OptimConfig, total_training_steps: int = -1) -> 
         training step -> factor on the learning rate.
 
     Raises:
-        ValueError: a cosine schedule that ends within its warm-up.
+        ValueError: a schedule whose decay starts within its warm-up.
     """
     total = optim.total_training_steps if optim.total_training_steps > 0 else total_training_steps
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else max(0, int(optim.lr_warmup_steps_ratio * total))
-    if optim.lr_scheduler_type == "cosine" and total <= warmup:
-        raise ValueError(f"a cosine schedule needs more total steps ({total}) than warm-up steps ({warmup})")
+    name = optim.lr_scheduler_type
+    start = total - max(1, round(optim.lr_decay_steps_ratio * total)) if name == "wsd" else warmup
+    if name != "constant" and not warmup <= start < total:
+        raise ValueError(
+            f"a {name} schedule needs more total steps ({total}) than warm-up steps ({warmup})"
+            + (f" and steps of decay ({total - start})" if name == "wsd" else "")
+        )
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / (warmup + 1)
-        if optim.lr_scheduler_type == "constant":
+        if name == "constant":
             return 1.0
-        progress = min(1.0, (step - warmup) / (total - warmup))
-        wave = 0.5 * (1 + math.cos(2 * math.pi * optim.num_cycles * progress))
-        return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * wave
+        progress = min(1.0, max(0, step - start) / (total - start))
+        rest = 0.5 * (1 + math.cos(2 * math.pi * optim.num_cycles * progress)) if name == "cosine" else 1 - progress
+        return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * rest
 
     return factor
 

@@ -18,6 +18,7 @@ from verl.engines.loading import ModelSpec, TokenModel, checked, empty_module, l
 from verl.engines.memory import HOST
 from verl.engines.micro_batch import split_to
 from verl.engines.parallel import device_mesh, init_process_group, reduce_values, tensor_parallel
+from verl.engines.quantization import check_quantization
 from verl.modeling.attention import is_packed, use_default_attention
 from verl.modeling.huggingface import around_embeddings
 from verl.modeling.packing import padding_reason
@@ -251,6 +252,7 @@ def make_sharding(spec: EngineSpec) -> Sharding:
     Raises:
         ValueError: a setting that needs several processes, in a run with one process.
     """
+    check_quantization(spec.model, spec.world_size)
     if spec.world_size > 1:
         return FSDP2(spec)
     if spec.engine.offload_policy:

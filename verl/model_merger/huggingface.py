@@ -23,7 +23,6 @@ _LAYER = re.compile(r"^.*?\.\d+(?=\.)")
 
 _AUTO_CLASSES = {
     "ForCausalLM": "AutoModelForCausalLM",
-    "LMHeadModel": "AutoModelForCausalLM",
     "ForTokenClassification": "AutoModelForTokenClassification",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForConditionalGeneration": "AutoModelForImageTextToText",

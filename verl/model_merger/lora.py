@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from verl.engines.quantization import QUANTIZED, rounded
 from verl.model_merger.huggingface import build, describe, refuse_faults
 from verl.model_merger.sources import SafetensorsFolder, Shape, TensorInfo, WeightSource
 from verl.utils.paths import read_json
@@ -86,10 +87,13 @@ class AdaptersOverBase(WeightSource):
                 fully_trained.add(module.removeprefix(PREFIX))
                 module += ".modules_to_save"
             self._stored_in[f"{module}.{_ADAPTER}.{last}"] = files, stored
+        quantized = adapters / QUANTIZED
+        self._quantized = set(read_json(quantized)) if quantized.is_file() else set()
         weights: WeightSource = SafetensorsFolder(base)
         settings = read_json(adapters / ADAPTER_CONFIG)
         modules = {stored.removeprefix(PREFIX).partition(".lora_")[0] for stored in files.names() if ".lora_" in stored}
-        if not {adapted_parameter(module, settings) for module in modules} <= set(weights.names()):
+        used = self._quantized | {adapted_parameter(module, settings) for module in modules}
+        if not used <= set(weights.names()):
             weights = LoadedModel(base)
         # a critic initialized from a language model has a value head instead of the language model head
         replaced = {*fully_trained, "lm_head"} if "score" in fully_trained else fully_trained
@@ -104,7 +108,10 @@ class AdaptersOverBase(WeightSource):
 
     def read(self, name: str) -> torch.Tensor:
         folder, stored = self._stored_in[name]
-        return folder.read(stored)
+        return self._as_trained(name, folder.read(stored))
+
+    def _as_trained(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return rounded(tensor) if name in self._quantized else tensor
 
 
 def adapted_parameter(module: str, config: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ an image. Not modelled: fragmentation of the allocator, and tools.
 
 from collections.abc import Mapping, Sequence
 
+from verl.engines.quantization import BYTES as QUANTIZED_BYTES
 from verl.engines.token_budget import (
     CACHED_TOKENS,
     MAX_AUTO_TOKENS,
@@ -92,7 +93,9 @@ def weights(job: Job, role: Role) -> float:
     layout = role.layout
     if job.model_parallel:
         return role.compute_bytes * role.megatron_share
-    return role.parameters * role.weight_bytes / layout.shards
+    linear = role.shape.matrices(0) if role.is_quantized else 0
+    stored = linear * QUANTIZED_BYTES + (role.parameters - linear) * role.weight_bytes
+    return (stored + (role.trained_bytes * role.trained if role.lora_rank else 0)) / layout.shards
 
 
 def optimizer_bytes(job: Job, role: Role) -> float:
@@ -101,7 +104,7 @@ def optimizer_bytes(job: Job, role: Role) -> float:
     if job.model_parallel:
         size = 8 if role.compute_bytes == 4 else 12
         return size * (role.trained / layout.devices if role.sharded_optimizer else role.trains * role.megatron_share)
-    return 2 * role.weight_bytes * role.trained / layout.shards
+    return 2 * (1 if role.has_8bit_optimizer else role.trained_bytes) * role.trained / layout.shards
 
 
 def gradients(job: Job, role: Role) -> float:
@@ -109,7 +112,7 @@ def gradients(job: Job, role: Role) -> float:
     layout = role.layout
     if job.model_parallel:
         return 4 * role.megatron_share if role.trains else 0.0
-    return role.weight_bytes * role.trained / layout.shards
+    return role.trained_bytes * role.trained / layout.shards
 
 
 def gathered(job: Job, role: Role, training: bool) -> float:

@@ -106,11 +106,12 @@ def _megatron(section: schema.MegatronConfig, checkpointing: bool | str, on_gpu:
     }
 
 
-def _sharded(section: schema.EngineConfig, liger: bool, on_gpu: bool) -> dict[str, Any]:
-    """The attributes of a role that a section of FSDP sets. liger: `model.use_liger`."""
+def _sharded(section: schema.EngineConfig, liger: bool, on_gpu: bool, adapters: bool = False) -> dict[str, Any]:
+    """The attributes of a role that a section of FSDP sets. liger: `model.use_liger`. adapters: the weights are frozen."""
+    compute_bytes = _bytes(section.dtype, 2 if on_gpu else 4)
     return {
-        "weight_bytes": _bytes(section.model_dtype, 4),
-        "compute_bytes": _bytes(section.dtype, 2 if on_gpu else 4),
+        "weight_bytes": _bytes(section.model_dtype, compute_bytes if adapters else 4),
+        "compute_bytes": compute_bytes,
         "fuses_layers": not on_gpu or not (liger or section.use_torch_compile),
         "spreads_experts": section.expert_parallel_size > 1,
         "param_offload": section.param_offload,
@@ -148,7 +149,8 @@ def _role(config: schema.Config, name: str, shape: ModelShape, on_gpu: bool) -> 
         role = replace(role, **_megatron(engine, checkpointing, on_gpu))
     else:
         liger = model is not None and model.use_liger
-        role = replace(role, **_sharded(engine, liger, on_gpu), checkpointing=checkpointing)
+        adapters = update is not None and model.has_adapters
+        role = replace(role, **_sharded(engine, liger, on_gpu, adapters), checkpointing=checkpointing)
     if update is None:
         return role
     tokens = _tokens(
@@ -161,6 +163,8 @@ def _role(config: schema.Config, name: str, shape: ModelShape, on_gpu: bool) -> 
         trains=True,
         lora_rank=model.lora_rank if model.has_adapters else 0,
         adapts_experts=bool(model.target_parameters),
+        is_quantized=model.quantization is not None,
+        has_8bit_optimizer=update.optim.optimizer == "AdamW8bit",
         checkpointing=True if model.target_parameters and on_gpu else role.checkpointing,
         freezes_tower=model.freeze_vision_tower,
         update_tokens=tokens,

@@ -65,6 +65,7 @@ class Role:
         trains: whether it has gradients and an optimizer.
         value_head: one output instead of logits.
         lora_rank: rank of the trained adapters; 0: all weights are trained. adapts_experts: experts have adapters too.
+        is_quantized: the linear layers under adapters have 4 bits. has_8bit_optimizer: moments have 8.
         freezes_tower: the vision tower is not trained, nor with adapters.
         weight_bytes, compute_bytes: bytes of an element of the stored weights, and of the computation.
         checkpointing: recompute activations; "auto": on a GPU, if memory requires it.
@@ -83,6 +84,8 @@ class Role:
     value_head: bool = False
     lora_rank: int = 0
     adapts_experts: bool = False
+    is_quantized: bool = False
+    has_8bit_optimizer: bool = False
     freezes_tower: bool = False
     weight_bytes: int = 4
     compute_bytes: int = 2
@@ -117,6 +120,11 @@ class Role:
             return self.shape.lora_parameters(self.lora_rank, self.adapts_experts)
         vision = self.shape.vision
         return self.parameters - (vision.tower if vision is not None and self.freezes_tower else 0)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of a trained parameter; adapters are float32."""
+        return max(4, self.weight_bytes) if self.lora_rank else self.weight_bytes
 
     @property
     def megatron_share(self) -> float:

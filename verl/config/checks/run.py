@@ -106,16 +106,21 @@ def check_kernels(config: Config) -> Iterator[Problem]:
 
 
 def check_adapters(config: Config | SFTConfig) -> Iterator[Problem]:
-    """Adapters that train nothing; strategy=megatron has no models with images."""
+    """Adapters that train nothing; strategy=megatron has no models with images and no 8-bit optimizer."""
     if "model" in config:
-        models = {"model": (config.model, config.engine.selected)}
+        models = {"model": (config.model, config.engine.selected, "optim", config.optim)}
     else:
         policy, critic = config.actor_rollout_ref, config.critic
         models = {
-            "actor_rollout_ref.model": (policy.model, policy.actor.engine),
-            "critic.model": (critic.model, critic.engine),
+            "actor_rollout_ref.model": (policy.model, policy.actor.engine, f"{_ACTOR}optim", policy.actor.optim),
+            "critic.model": (critic.model, critic.engine, "critic.optim", critic.optim),
         }
-    for name, (model, engine) in models.items():
+    for name, (model, engine, optim_name, optim) in models.items():
+        if optim.optimizer != "AdamW" and (isinstance(engine, MegatronConfig) or engine.tensor_parallel_size > 1):
+            message = (
+                f"{optim.optimizer} is not supported with strategy=megatron or tensor_parallel_size > 1: use AdamW"
+            )
+            yield Problem(f"{optim_name}.optimizer", message)
         if model.lora_rank and not model.lora_alpha:
             yield Problem(f"{name}.lora_alpha", f"found 0, expected float > 0 with lora_rank={model.lora_rank}")
         if model.freeze_vision_tower and isinstance(engine, MegatronConfig):

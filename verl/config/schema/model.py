@@ -13,7 +13,8 @@ MODEL_PARALLEL = ("strategy", strategy_with("model_parallel"))
 SHARDED = ("strategy", strategy_with("model_parallel", False))
 """When an FSDP section has an effect."""
 
-_COSINE = ("lr_scheduler_type", "cosine")
+_COSINE, _WSD = ("lr_scheduler_type", "cosine"), ("lr_scheduler_type", "wsd")
+_DECAYS = ("lr_scheduler_type", lambda name: name != "constant")
 
 
 def is_model_parallel(strategy: str) -> bool:
@@ -58,6 +59,9 @@ class ModelConfig(Section):
     )
     freeze_vision_tower: bool = field(False, "do not train the vision tower of a vision-language model")
     lora_adapter_path: FilePath | None = field(None, "LoRA adapter to start from")
+    quantization: Literal["nf4"] | None = field(
+        None, "store the frozen weights of linear layers under LoRA adapters in 4 bits (QLoRA); needs bitsandbytes"
+    )
 
     @property
     def has_adapters(self) -> bool:
@@ -74,27 +78,33 @@ class CriticModelConfig(ModelConfig):
 
 
 class OptimConfig(Section):
-    """AdamW, its learning-rate schedule, and gradient clipping."""
+    """The optimizer, its learning-rate schedule, and gradient clipping."""
 
+    optimizer: Literal["AdamW", "AdamW8bit"] = field("AdamW", "AdamW8bit: 8-bit moments, a quarter of their memory")
     lr: float = field(1e-6, "peak learning rate", ge=0)
     betas: tuple[float, float] = field((0.9, 0.999), "AdamW betas")
     weight_decay: float = field(0.01, "decoupled weight decay", ge=0)
     clip_grad: float = field(1.0, "maximum gradient norm of a mini-batch", gt=0)
-    lr_scheduler_type: Literal["constant", "cosine"] = field("constant", "learning-rate schedule after warmup")
+    lr_scheduler_type: Literal["constant", "cosine", "linear", "wsd"] = field(
+        "constant", "learning-rate schedule after warmup; wsd: constant, then a linear decay at the end"
+    )
     lr_warmup_steps: int = field(-1, "linear warmup steps; -1: use lr_warmup_steps_ratio", ge=-1)
     lr_warmup_steps_ratio: float = field(
         0.0, "warmup as a fraction of all steps", active_when=("lr_warmup_steps", lambda steps: steps <= 0), ge=0, le=1
     )
     min_lr_ratio: float = field(
-        0.0, "final learning rate of the cosine schedule, as a fraction of lr", active_when=_COSINE, ge=0, le=1
+        0.0, "final learning rate of a decaying schedule, as a fraction of lr", active_when=_DECAYS, ge=0, le=1
+    )
+    lr_decay_steps_ratio: float = field(
+        0.1, "decay of the wsd schedule as a fraction of all steps", active_when=_WSD, ge=0, le=1
     )
     num_cycles: float = field(0.5, "number of cosine cycles; 0.5 decays once", active_when=_COSINE, gt=0)
     total_training_steps: int = field(
         -1,
         "length of the schedule in steps; -1: that of the run",
         active_when=[
-            (_COSINE, ("lr_warmup_steps_ratio", is_positive)),
-            (_COSINE, ("lr_warmup_steps", lambda steps: steps <= 0)),
+            (_DECAYS, ("lr_warmup_steps_ratio", is_positive)),
+            (_DECAYS, ("lr_warmup_steps", lambda steps: steps <= 0)),
         ],
         ge=-1,
     )

@@ -11,6 +11,7 @@ from verl.config.fields import Schema
 from verl.engines import loading
 from verl.engines.base import check_device
 from verl.engines.loading import check_kernels
+from verl.engines.quantization import check_quantization
 from verl.modeling.huggingface import read_config
 from verl.trainer.checks.model_limits import check_megatron, check_moe
 from verl.trainer.checks.preflight import Run
@@ -30,6 +31,7 @@ def check_models(run: Run) -> None:
         check_model(config.model, "causal_lm")
         if isinstance(config, schema.SFTConfig):
             ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+            check_quantization(config.model, ranks)
             check_megatron([("engine.megatron", config.model, config.engine.selected, "", ranks)])
         return
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward.reward_model
@@ -52,8 +54,10 @@ def check_models(run: Run) -> None:
         for role, (name, model, section) in sections.items()
         if role in pools
     )
+    check_quantization(policy.model, pools["actor"].world_size)
     if "critic" in pools:
         check_model(critic.model, "value")
+        check_quantization(critic.model, pools["critic"].world_size)
     if reward.enable:
         section = schema.ModelConfig(path=reward.model_path, trust_remote_code=reward.trust_remote_code)
         check_model(section, "reward")
