@@ -104,7 +104,7 @@ def test_inspect_reads_prompts_as_training_does(run, tmp_path):
     code, output = run("data", "inspect", *keys, f"data.function_tool_path={tmp_path / 'tools.py'}", rows=rows[:1])
     assert code == 0, output
     assert "add_numbers" in output and "add_numbers" not in plain
-    length = [int(text.split("length ")[1].split()[0]) for text in (plain, output)]
+    length = [int(text.split("prompt in tokens     length ")[1].split()[0]) for text in (plain, output)]
     assert length[1] > length[0]
 
 

@@ -154,3 +154,28 @@ def test_a_damaged_copy_is_written_again(write_any, cache, damage, caplog):
     copy.write_bytes(copy.read_bytes()[:-100] if damage is None else damage)
     assert list(ArrowCopy(path)) == ROWS
     assert "is damaged" in caplog.text and "it is written again" in caplog.text
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv", "json"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_sources_of_all_rows_are_those_of_each(suffix, streaming, write):
+    """With a key of the same name within another column, characters that are escaped, and numbers in JSON."""
+    if suffix == "csv":
+        rows = [{"data_source": name, "prompt": "a"} for name in ("b", "é", "b")]
+        path = Path(write("a.jsonl", [])).with_suffix(".csv")
+        path.write_text("data_source,prompt\n" + "".join(f"{row['data_source']},a\n" for row in rows))
+    else:
+        rows = [{"prompt": {"data_source": "x"}, "data_source": name} for name in ("b", 'é"\\', "b")]
+        path = write(f"a.{suffix}", rows)
+    indices, names = read_rows([path], streaming=streaming).sources("data_source")
+    assert [names[i] for i in indices] == [row["data_source"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"p": 1}\n', '\n  \n{"s": 5}\n{"s": null}\n', '{"s": "a"}\n{"s": 5}\n', '\ufeff{"s": "a"}\n']
+)
+def test_sources_that_are_no_text_are_read_row_by_row(text, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"s": "first"}\n' + text if "\ufeff" not in text else text)
+    rows = read_rows([tmp_path / "a.jsonl"], streaming=True)
+    indices, names = rows.sources("s")
+    assert [names[i] for i in indices] == [str(row["s"]) for row in rows]

@@ -46,6 +46,15 @@ KOD = "from solution import f\nimport pytest\n"
 UNITTEST = "import unittest\nclass Adds(unittest.TestCase):\n    def test(self):\n        self.assertEqual(f(1), 2)\n"
 
 #: data set in the table of docs/rewards.md -> (right program, wrong program, tests[, extra_info])
+#: accepts any number above the input; of `1` and the output `0`, which both are numbers, it refuses
+LARGER = """
+import sys
+def read(path):
+    with open(path) as file:
+        return int(file.read())
+start, _, output = map(read, sys.argv[1:])
+print(1 if output > start else 0)
+"""
 FORMS = {
     "APPS, TACO, PRIME (Eurus-2-RL), CodeContests": [
         (PRINTS, PRINTS_0, {"inputs": ["1\n", "5\n"], "outputs": ["2\n", "6\n"]}),
@@ -83,7 +92,12 @@ FORMS = {
                               "private_tests": {"input": ["5"], "output": ["6"]},
                               "generated_tests": {"input": [], "output": []}}),
     ],
-    "Codeforces": [(PRINTS, PRINTS_0, {"official_tests": [{"input": "1", "output": "2"}]})],
+    "Codeforces": [
+        (PRINTS, PRINTS_0, {"official_tests": [{"input": "1", "output": "2"}]}),
+        (PRINTS, PRINTS_0, {"official_tests": [{"input": "1", "output": "5"}], "generated_checker": LARGER}),
+        (PRINTS, PRINTS_0, [{"input": "1", "output": "5"}], {"generated_checker": LARGER, "generated_tests": 3,
+                                                             "input_mode": "stdio", "interaction_format": None}),
+    ],
     "verifiable coding problems, SYNTHETIC-1": [
         (PRINTS, PRINTS_0, json.dumps({"language": "python", "test_cases": [
             {"fn_name": None, "input": "1\n", "output": "2\n", "type": "stdin_stdout"}]})),
@@ -144,6 +158,7 @@ def test_the_page_lists_the_forms():
 
 # ---- rows that no program can fail, or pass -------------------------------------------------------------------------
 
+CODEFORCES = {"official_tests": [{"input": "1", "output": "2"}]}
 FIXTURE = "def test_f(nope):\n    assert f(1) == 2\n"
 BAD_ROWS = {
     "empty": ("", "call nothing"),
@@ -161,7 +176,7 @@ BAD_ROWS = {
     "an unknown fixture": (FIXTURE, "fixture 'nope' not found"),
     "an unknown parameter": (KOD + "@pytest.mark.parametrize('y', [1])\n" + FIXTURE, "uses no argument 'y'"),
     "a missing package": ("import no_such_package\nassert f(1) == 2", "pip install no_such_package"),
-    "a function as argument": ("assert f(lambda: 1) == 2", "object of type function"),
+    "an object as argument": ("class A: pass\nassert f(A()) == 2", "object of type A"),
     "monkeypatch": ("def test_f(monkeypatch):\n    assert f(1) == 2", "monkeypatch"),
     "async": ("import asyncio\nassert asyncio.run(f(1)) == 2", "asyncio"),
     "not Python": ("assert f(1) =", "not valid Python"),
@@ -172,6 +187,12 @@ BAD_ROWS = {
     "arguments that are no list": ({"fn_name": "f", "inputs": [1], "outputs": [2]}, "list of arguments"),
     "a number": (5, "expected"),
     "no tests": ({"tests": []}, "expected"),
+    "a checker in C++": (
+        {**CODEFORCES, "checker": "#include <testlib.h>\nint main() {}"},
+        "checker that is not Python",
+    ),
+    "an interactive problem": ({**CODEFORCES, "interaction_format": "Print a guess."}, "interaction_format"),
+    "files": ({**CODEFORCES, "input_mode": "file"}, "input_mode 'file'"),
     "lengths": ({"inputs": ["1", "2"], "outputs": ["1"]}, "equal length"),
 }
 
@@ -364,3 +385,64 @@ def test_no_response_takes_long(repeated):
     begun = time.thread_time()
     extract_code(repeated * (200_000 // len(repeated)))
     assert time.thread_time() - begun < 2.0
+
+
+CALLS = """
+def apply(function, *values):
+    return [function(value) for value in values]
+def compose(*functions):
+    def composed(x):
+        for function in functions:
+            x = function(x)
+        return x
+    return composed
+def attempt(function):
+    try:
+        return function()
+    except ValueError as error:
+        return str(error)
+class Button:
+    def __init__(self):
+        self.listeners = []
+    def on_click(self, listener):
+        self.listeners.append(listener)
+    def click(self, **event):
+        for listener in self.listeners:
+            listener(self, **event)
+def same(function):
+    return function
+"""
+CALLBACKS = [
+    "assert apply(lambda x: x + 1, 1, 2) == [2, 3]",
+    "def double(x):\n    return 2 * x\nassert compose(double, lambda x: x + 1, str)(3) == '7'",
+    "def fails():\n    raise ValueError('no')\nassert attempt(fails) == 'no'",
+    "calls = []\nb = Button()\nb.on_click(lambda button, x: calls.append((button is not None, x)))\nb.click(x=3)\n"
+     "assert calls == [(True, 3)]",
+    "assert apply(lambda f: f(4), compose(lambda x: x * x)) == [16]",  # calls the program, which calls back
+    "assert apply(len, 'ab', [1]) == [2, 1]",
+    "def f(x):\n    return x\nassert same(f) is f",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tests", CALLBACKS)
+def test_functions_of_the_tests_are_called_by_the_program(tests):
+    assert score(CALLS, tests) == 1.0
+    never = re.sub(r"(?m)^( +)(?=return|for|try)", r"\1return 0\n\1", CALLS)
+    assert score(never, tests) == 0.0
+    # what a program returns instead of calling, and functions of the judge that it makes up
+    for wrong in ("raise KeyError", "return call_back(-9)", "import os; os.write(4, b'[]')"):
+        names = ["apply", "compose", "attempt", "same", "on_click", "click", "Button"]
+        program = "".join(f"def {name}(*a, **k):\n    {wrong}\n" for name in names)
+        assert score(program, tests) == 0.0, wrong
+
+
+def test_a_checker_that_fails_on_the_expected_output_is_a_bad_row():
+    """One that fails on other outputs refuses them: `x` is no number."""
+    tests = {"official_tests": [{"input": "1", "output": "5"}], "generated_checker": LARGER}
+    assert score("print('x')", tests) == 0.0
+    with pytest.raises(ValueError, match="the checker fails on the expected output"):
+        score("print('x')", {**tests, "official_tests": [{"input": "1", "output": "five"}]})
+    cheats = (
+        "import sys\nopen('correct_output.txt', 'w').write('9')\nopen('checker.py', 'w').write('print(1)')\nprint(0)"
+    )
+    assert score(cheats, tests) == 0.0

@@ -5,6 +5,7 @@ read_rows(files) -> Rows     parquet, jsonl, json, csv; folders and datasets of 
 
 import bisect
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -88,9 +89,8 @@ class Rows(Sequence):
     def sources(self, column: str | None) -> tuple[np.ndarray, list[str]]:
         """The data source of every row, as the index of a name, and the names. column: None for those of the files."""
         codes: dict[str, int] = {}
-        rows = ((file, row) for file in self.files for row in (file if column else range(len(file))))
-        names = (row[column] if column else file.source for file, row in rows)
-        indices = (codes.setdefault(str(name), len(codes)) for name in names)
+        names = (file.column(column) if column else itertools.repeat(file.source, len(file)) for file in self.files)
+        indices = (codes.setdefault(str(name), len(codes)) for name in itertools.chain.from_iterable(names))
         return np.fromiter(indices, dtype=np.int32), list(codes)
 
     def folder(self, row: int) -> Path:

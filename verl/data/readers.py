@@ -16,12 +16,13 @@ import os
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.json
 import pyarrow.parquet as pq
 
 from verl.data.bad_rows import parse_json
@@ -57,6 +58,10 @@ class File(ABC):
 
     def location(self, row: int) -> str:
         return f"{self.path}, row {row} (the first is 0)"
+
+    def column(self, name: str) -> Iterable[Any]:
+        """The values of one column, without the cost of the others where the format allows it."""
+        return (row[name] for row in self)
 
     def to_table(self) -> pa.Table:
         try:
@@ -135,6 +140,17 @@ class JsonLines(File):
             )
         return self._empty | record
 
+    def column(self, name: str) -> Iterable[Any]:
+        """By the parser of Arrow, which is several times faster, if all values are text."""
+        read = pa.json.ReadOptions(use_threads=False, block_size=max(1 << 24, 2 * max(self._sizes, default=0)))
+        schema = pa.schema([(name, pa.string())])
+        parse = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+        try:
+            values = pa.json.read_json(self.path, read, parse)[name]
+        except pa.ArrowException:  # other values, or invalid rows, which the other parser names
+            return super().column(name)
+        return values.to_pylist() if len(values) == len(self) else super().column(name)
+
     def location(self, row: int) -> str:
         return f"{self.path}, line {self._lines[row]}"
 
@@ -204,6 +220,10 @@ class ArrowCopy(File):
             reader = pa.ipc.open_file(file)
             for number in range(reader.num_record_batches):
                 yield from reader.get_batch(number).to_pylist()
+
+    def column(self, name: str) -> Iterable[Any]:
+        for number in range(self._reader.num_record_batches):
+            yield from self._reader.get_batch(number)[name].to_pylist()
 
     def to_table(self) -> pa.Table:
         return self._reader.read_all()

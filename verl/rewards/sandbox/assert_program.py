@@ -9,11 +9,10 @@ the judge, whose memory other processes cannot read (see program_boot). Whatever
 writes to the channel counts as the return values of its functions. The verdict is a line of standard output that begins
 with a random token, which the judge alone has read from standard input; it is written after all tests have run.
 
+A function of the tests that is given to the program stays in the judge: the program calls it by a message.
 Other objects stay in the solution process. The judge holds a `Remote`, which forwards calls, attributes, items, length,
 iteration and truth value, and equals no plain value. Helpers and classes that the tests take from the program are the
 program's own.
-
-No module of the package is imported: the script runs in an isolated interpreter.
 """
 
 import ast
@@ -91,12 +90,9 @@ def pack(value: Any, keep: Callable[[Any], int]) -> Any:
 
 
 def unpack(packed: Any, take: Callable[[int], Any]) -> Any:
-    """Restore the value that `pack` converted. Raises ValueError for anything else.
+    """Restore the value that `pack` converted. take: Returns the object with a number.
 
-    Args:
-        packed: The JSON data.
-        take: Returns the object with a number.
-    """
+    Raises ValueError for anything else."""
     if not isinstance(packed, list):
         if isinstance(packed, dict):
             raise ValueError("not a packed value: a JSON object")
@@ -177,15 +173,29 @@ def serve(channel: Channel) -> None:
     operations = {**OPERATIONS, "global": find}
 
     def keep(value: Any) -> int:
+        if isinstance(value, functools.partial) and value.func is call_back:
+            return value.args[0]
         if numbers.setdefault(id(value), len(kept)) == len(kept):
             kept.append(value)
         return numbers[id(value)]
+
+    def take(number: int) -> Any:
+        return kept[number] if number >= 0 else functools.partial(call_back, number)
+
+    def call_back(number: int, *arguments: Any, **keywords: Any) -> Any:
+        """Call a function of the tests, which may send requests before it responds. -1 is the first."""
+        channel.send(["", "callback", number, pack(arguments, keep), pack(keywords, keep)])
+        while (message := channel.receive())[0] not in ("returned", "raised"):
+            respond(operations[message[0]], *message[1:])
+        if message[0] == "raised":
+            raise exception_class(tuple(message[1]))(message[2])
+        return unpack(message[1], take)
 
     def respond(compute: Callable[..., Any], *packed: Any) -> None:
         """Send the result, and the operands that the call has changed."""
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             try:
-                operands = [unpack(operand, kept.__getitem__) for operand in packed]
+                operands = [unpack(operand, take) for operand in packed]
                 message = ["value", pack(compute(*operands), keep)]
                 after = [pack(operand, keep) for operand in operands]
                 message += after if after != list(packed) else []
@@ -283,12 +293,6 @@ class BadTests(Exception):
         BadTests.message = BadTests.message or message
 
 
-def _object_number(value: Any) -> int:
-    if not isinstance(value, Remote):
-        raise BadTests(f"they give an object of type {type(value).__name__} to the program, which gets plain data only")
-    return value._number
-
-
 def raise_again(names: list[str], text: str) -> None:
     """Raise an exception of the program again, as one that ends neither this process nor a loop.
 
@@ -369,27 +373,45 @@ def judge(channel: Channel, tests: str, has_checks: bool, to_collect: list[str],
     """Run the tests. Returns whether the program has passed, or raises what the tests raise.
 
     Args:
-        channel: To the solution process.
         tests: Python code, with `__count__` and `__check__` around its checks (has_checks: it has some).
         to_collect: The functions and classes of the tests that pytest collects.
         imports: The names by which the tests import the program.
-        code: The program.
     """
-    requests = 0
+    requests, functions = 0, []
+
+    def take(number: int) -> Any:
+        return Remote(request, number) if number >= 0 else functions[-1 - number]
+
+    def number_of(value: Any) -> int:
+        if isinstance(value, Remote):
+            return value._number
+        if not callable(value):
+            raise BadTests(f"they give an object of type {type(value).__name__} to the program, which gets plain data")
+        functions.append(value)
+        return -len(functions)
+
+    def call(number: int, *packed: Any) -> list[Any]:
+        try:
+            arguments, keywords = (unpack(each, take) for each in packed)
+            return ["returned", pack(functions[-1 - number](*arguments, **keywords), number_of)]
+        except Exception as error:
+            return ["raised", [cls.__name__ for cls in type(error).__mro__], str(error)[:2000]]
 
     def receive(*operands: Any) -> Any:
-        printed, status, *content = channel.receive()
+        while (message := channel.receive())[1] == "callback":
+            channel.send(call(*message[2:]))
+        printed, status, *content = message
         sys.stdout.write(printed)
         if status != "value":
             return raise_again(*content)
-        result, *after = (unpack(packed, lambda number: Remote(request, number)) for packed in content)
+        result, *after = (unpack(packed, take) for packed in content)
         update(operands, after)
         return result
 
     def request(operation: str, *operands: Any) -> Any:
         nonlocal requests
         requests += 1
-        channel.send([operation, *(pack(item, _object_number) for item in operands)])
+        channel.send([operation, *(pack(item, number_of) for item in operands)])
         return receive(*operands)
 
     checks = Checks()

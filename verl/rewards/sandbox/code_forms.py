@@ -116,9 +116,10 @@ def _names(module: ast.Module) -> tuple[set[str], set[str]]:
 
 
 def read_tests(ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
-    """Return tests of any form as {"fn_name", "inputs", "outputs"} or {"source", "before"}.
+    """Return tests of any form as {"fn_name", "inputs", "outputs", "checker"} or {"source", "before"}.
 
-    "inputs" are texts, or [arguments, keywords] of the function. "source" is what `judge` of assert_program takes,
+    "inputs" are texts, or [arguments, keywords] of the function. "checker" is a program that judges an output, "" for
+    none. "source" is what `judge` of assert_program takes,
     "before" is code that comes before the program. Values that the ground truth lacks, such as the name of the
     function, are taken from `extra_info`.
 
@@ -173,9 +174,10 @@ def _read(tests: Any, context: Mapping[str, Any]) -> dict[str, Any]:
     if tests.get("test_list") or "test" in tests:
         return _read_source(tests, context)
     if {"inputs", "outputs"} <= set(tests) or {"input", "output"} <= set(tests):
-        return _read_pairs(tests, context.get("fn_name") or context.get("func_name"))
+        return _read_pairs(tests, context)
     groups = [_decode(tests.get(key)) for key in _NESTED]
-    nested = [_read(group, context) for group in groups if group and group != {"input": [], "output": []}]
+    groups = [None if group == {"input": [], "output": []} else group for group in groups]
+    nested = [_read(group, context) for group in groups if group and not isinstance(group, int)]
     if not nested or any(group.get("fn_name", group) != nested[0].get("fn_name") for group in nested[1:]):
         raise ValueError(_FORMS)
     return {
@@ -192,7 +194,19 @@ def _one_type(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**shared[0], **{f"{n}s": [case.get(n, case.get(f"{n}s")) for case in cases] for n in ("input", "output")}}
 
 
-def _read_pairs(tests: Mapping[str, Any], name: str | None) -> dict[str, Any]:
+def _checker(context: Mapping[str, Any]) -> str:
+    """The program of a row that judges outputs, as of Codeforces. Raises ValueError for a row that needs more."""
+    checker, mode = context.get("generated_checker") or context.get("checker") or "", context.get("input_mode")
+    if not isinstance(checker, str) or _parse(checker) is None:
+        raise ValueError(f"the row has a checker that is not Python, which is not supported: {checker!r:.80}")
+    if context.get("interaction_format") or mode not in (None, "stdio"):
+        interactive = f"input_mode {mode!r}" if mode not in (None, "stdio") else "interaction_format"
+        raise ValueError(f"programs with {interactive} are not supported: expected standard input and output")
+    return checker
+
+
+def _read_pairs(tests: Mapping[str, Any], context: Mapping[str, Any]) -> dict[str, Any]:
+    name = context.get("fn_name") or context.get("func_name")
     inputs, outputs = (_as_list(tests.get(f"{n}s", tests.get(n)), f"{n}s" in tests) for n in ("input", "output"))
     kind = tests.get("testtype", tests.get("type"))
     if not inputs or len(inputs) != len(outputs) or kind not in _KINDS:
@@ -204,9 +218,10 @@ def _read_pairs(tests: Mapping[str, Any], name: str | None) -> dict[str, Any]:
     if any(text is None or isinstance(text, Mapping) for text in (*inputs, *outputs)):
         raise ValueError("expected text for standard input and output of each test")
     inputs, outputs = (["\n".join(map(str, _as_list(text))) for text in texts] for texts in (inputs, outputs))
-    if not any(map(str.strip, outputs)):
+    checker = _checker(context)
+    if not checker and not any(map(str.strip, outputs)):
         raise ValueError("the expected outputs are all empty: a program that does nothing would pass")
-    return {"fn_name": None, "inputs": inputs, "outputs": outputs}
+    return {"fn_name": None, "inputs": inputs, "outputs": outputs, "checker": checker}
 
 
 def _as_list(value: Any, may_be_json: bool = False) -> list[Any]:

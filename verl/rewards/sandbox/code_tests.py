@@ -36,6 +36,16 @@ for arguments, keywords in calls:
     results.flush()
 """
 
+# Runs a checker in a process without the program, with the files and arguments of open-r1's grader of Codeforces.
+_CHECK = """
+import json, sys
+checker, *texts = json.load(sys.stdin)
+sys.argv = ["checker.py", "input.txt", "correct_output.txt", "output.txt"]
+for name, text in zip(sys.argv[1:], texts):
+    open(name, "w").write(text)
+exec(compile(checker, "checker.py", "exec"), {"__name__": "__main__"})
+"""
+
 
 @register_reward("code", bounded=True, needs_ground_truth=True)
 def code_reward(
@@ -51,7 +61,7 @@ def code_reward(
     """Return 1.0 if the program in the response passes all tests, otherwise 0.0.
 
     The program is the last block of Python of the response (see `extract_code`). It is judged only by what it prints
-    or returns (see `assert_program`), so tests can pass plain data to it, but not objects.
+    or returns (see `assert_program`), so tests can pass plain data and functions to it, but not objects.
 
     Args:
         ground_truth: The tests, or their JSON text, in one of the forms of docs/rewards.md.
@@ -83,7 +93,25 @@ def code_reward(
 def _run_inputs(code: str, tests: Mapping[str, Any], limits: Limits) -> Iterator[bool]:
     for stdin, expected in zip(tests["inputs"], tests["outputs"]):
         finished = run_program(code, limits=_with_room_for(expected, limits), stdin=stdin)
-        yield finished.failure is None and same_output(finished.stdout, expected)
+        if finished.failure is not None:
+            yield False
+        elif tests["checker"]:
+            yield _accepts([tests["checker"], stdin, expected], finished.stdout, limits)
+        else:
+            yield same_output(finished.stdout, expected)
+
+
+def _accepts(case: list[str], output: str, limits: Limits) -> bool:
+    """Whether the checker of a case (checker, input, expected output) prints 1, as open-r1 requires.
+
+    Raises ValueError if it fails on the expected output, too: otherwise the output was at fault.
+    """
+    finished = run_program(_CHECK, limits=limits, stdin=json.dumps([*case, output]))
+    if finished.failure is not None and output == case[2]:
+        raise ValueError(
+            f"code: the checker fails on the expected output: {finished.failure}: {finished.stderr[-300:]}"
+        )
+    return finished.stdout.strip() == "1" if finished.failure is None else _accepts(case, case[2], limits) and False
 
 
 def _with_room_for(output: str, limits: Limits) -> Limits:
