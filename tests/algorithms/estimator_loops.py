@@ -223,22 +223,10 @@ def token_baseline(loop, step_of):
     return advantages, returns
 
 
-REFERENCES = {
-    "gae": ref_gae,
-    "reinforce_plus_plus": ref_reinforce_plus_plus,
-    "remax": ref_remax,
-    "grpo": ref_grpo,
+REFERENCES = {name.removeprefix("ref_"): fn for name, fn in globals().items() if name.startswith("ref_")}
+REFERENCES |= {
     "grpo_vectorized": ref_grpo,
-    "grpo_passk": ref_grpo_passk,
-    "analytic_passk": ref_analytic_passk,
-    "rloo": ref_rloo,
     "rloo_vectorized": ref_rloo,
-    "opo": ref_opo,
-    "gpg": ref_gpg,
-    "reinforce_plus_plus_baseline": ref_reinforce_plus_plus_baseline,
-    "gdpo": ref_gdpo,
-    "sppo": ref_sppo,
-    "prime": ref_prime,
     "optimal_token_baseline": lambda loop: token_baseline(loop, lambda i, k: loop.own[i][k]),
     "tir_optimal_token_baseline": lambda loop: token_baseline(loop, lambda i, k: k),
 }

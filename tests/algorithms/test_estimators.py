@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.algorithms.estimator_loops import REFERENCES, UID, Loop, estimate, make_batch
-from verl.algorithms import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
+from verl.algorithms import ADV_ESTIMATOR_REGISTRY
 
 GROUPED = sorted(name for name, fn in ADV_ESTIMATOR_REGISTRY.items() if fn.min_group_size > 1)
 
@@ -192,8 +192,3 @@ def test_remax_needs_one_baseline_per_sample():
     batch = make_batch()
     with pytest.raises(ValueError, match="expected 10 finite numbers, one per response"):
         estimate("remax", {**batch, "reward_baselines": batch["reward_baselines"].unsqueeze(-1)})
-
-
-def test_misspelt_name_lists_the_estimators():
-    with pytest.raises(ValueError, match=r"no advantage estimator is called 'grop': did you mean 'grpo'.*rloo"):
-        get_adv_estimator_fn("grop")

@@ -442,8 +442,3 @@ class TestBypassMode:
             call("bypass_mode", make_batch(), rollout_is_batch_normalize=True)
         with pytest.raises(ValueError, match="did you mean 'ppo_clip'"):
             call("bypass_mode", make_batch(), loss_type="ppo_clp")
-
-
-def test_misspelt_name_lists_the_losses():
-    with pytest.raises(ValueError, match=r"no policy loss is called 'vanila': did you mean 'vanilla'.*cispo.*gspo"):
-        get_policy_loss_fn("vanila")

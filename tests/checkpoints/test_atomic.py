@@ -38,4 +38,6 @@ def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path, monkeypatch):
     assert not isinstance(raised.value, DiskFullError)
     with pytest.raises(DiskFullError, match="no space left for latest"), atomic.atomic_write(path) as draft:
         draft.write_text("2")
+    with pytest.raises(OSError, match="of another kind"), atomic.atomic_write(path):
+        raise OSError("of another kind")
     assert path.read_text() == "1" and [file.name for file in tmp_path.iterdir()] == ["latest"]

@@ -134,11 +134,6 @@ def test_an_option_without_its_value(capsys, name):
     assert status == 1 and err.strip() == f"error: {name} requires a value"
 
 
-def test_a_folder_without_a_config(capsys, tmp_path):
-    status, _, err = call(capsys, "--gpus", "8", "--model", str(tmp_path))
-    assert status == 2 and "has no config.json: expected the folder of a Hugging Face model" in err
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [

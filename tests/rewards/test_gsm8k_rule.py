@@ -133,9 +133,9 @@ FRAGMENTS += ["answer is ", "answer **", "= 1", "**1", "so ", "because 1 ", "\\b
 @pytest.mark.parametrize("fragment", FRAGMENTS)
 def test_no_text_takes_long(fragment):
     text = fragment * (1_000_000 // len(fragment))
-    begun = time.perf_counter()
+    begun = time.thread_time()
     gsm8k.extract(text, "strict"), gsm8k.extract(text, "flexible")
-    assert time.perf_counter() - begun < 0.2
+    assert time.thread_time() - begun < 0.2
 
 
 def test_the_rule_stays_cheap():

@@ -311,9 +311,10 @@ def test_batch_calls_once_with_lists(tokenizer):
     assert result["reward_extra_info"]["share"] == [0.5, 1.0]
 
 
-def test_batch_expects_one_entry_per_sample(tokenizer):
-    with pytest.raises(RewardError, match="returned 1 entries: expected a list with one entry for each of 2 samples"):
-        manager_for(tokenizer, "batch_too_short", "batch")(make_batch(["ab", "abcd"]))
+@pytest.mark.parametrize(("name", "returned"), [("batch_too_short", "1 entries"), ("batch_number", "float 1.0")])
+def test_batch_expects_one_entry_per_sample(tokenizer, name, returned):
+    with pytest.raises(RewardError, match=f"returned {returned}: expected a list with one entry for each of 2 samples"):
+        manager_for(tokenizer, name, "batch")(make_batch(["ab", "abcd"]))
 
 
 def test_dapo_penalizes_long_responses(tokenizer):

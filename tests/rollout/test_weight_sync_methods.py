@@ -84,14 +84,12 @@ def engine_of(receiver):
 @pytest.fixture
 def engine_processes():
     context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(1)]
-    processes = [context.Process(target=engine_process, args=(theirs, 3)) for _, theirs in pipes]
-    for process in processes:
-        process.start()
-    yield Remote([ours for ours, _ in pipes])
-    for process in processes:
-        process.join(60)
-        assert not process.is_alive()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=engine_process, args=(theirs, 3))
+    process.start()
+    yield Remote([ours])
+    process.join(60)
+    assert not process.is_alive()
 
 
 def test_other_processes_read_the_buckets_of_the_trainer(engine_processes):

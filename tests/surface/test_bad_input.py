@@ -13,14 +13,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from safetensors import SafetensorError
 
 from examples.quickstart.tiny_model import tiny_model
 from tests.trainer.conftest import run_settings
-from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.main_ppo import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +25,6 @@ ROW = {"prompt": "ab=", "answer": "ba"}
 CHAT = [{"role": "user", "content": "ab="}]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 TRIAL = "found by a trial before training"
-LISTS = "data_sources, solution_strs, ground_truths, extra_infos"
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +44,11 @@ def complaint(unloadable, refused) -> Callable[..., str]:
 
 @pytest.fixture
 def train(complaint, tmp_path) -> Callable[..., str]:
-    """The same for training rows, written as parquet where they are tables and as they are where they are text."""
+    """The same for training rows, written as they are where they are text."""
 
-    def run(rows: Sequence[dict] | str, *overrides: str, kind: str = "jsonl") -> str:
-        path = tmp_path / f"rows.{kind}"
-        if kind == "parquet":
-            pq.write_table(pa.Table.from_pylist(rows), path)
-        else:
-            path.write_text(rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows))
+    def run(rows: Sequence[dict] | str, *overrides: str) -> str:
+        path = tmp_path / "rows.jsonl"
+        path.write_text(rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows))
         few = ("data.train_batch_size=1", ACTOR + "ppo_mini_batch_size=1")
         return complaint(f"data.train_files={path}", *few, *overrides)
 
@@ -150,11 +143,6 @@ def test_what_is_not_supported_is_refused_with_what_to_use(complaint, override, 
         assert f"(override {override!r}" in shown  # in the words of the user
 
 
-def test_a_local_trainer_does_not_stand_in_for_ray(settings):
-    with pytest.raises(ValueError, match=r"trainer\.backend is ray, but this trainer does not use it"):
-        LocalPPOTrainer(overrides=[*settings, "trainer.backend=ray"])
-
-
 def test_a_gpu_that_is_not_there(complaint, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "device 'cuda' was requested, but " in complaint("trainer.device=cuda")
@@ -194,11 +182,6 @@ def test_a_batch_that_the_data_cannot_fill_is_refused_before_tokenizing(train, m
     assert "data.train_batch_size is 4 prompts, but the training data has 2 rows: set data.train_batch_size=2" in found
 
 
-def test_a_parquet_file_without_the_prompt(train):
-    shown = train([{"text": "ab=", "reward_model": {"ground_truth": "ba"}}], kind="parquet")
-    assert "rows.parquet: no column 'prompt' for the prompt (data.prompt_key): known: reward_model, text" in shown
-
-
 def test_validation_rows_are_looked_at_too(complaint, tmp_path):
     (tmp_path / "val.jsonl").write_text('{"prompt": "ab=", "answer": null}\n')
     assert "val.jsonl, line 1: the ground truth" in complaint(f"data.val_files={tmp_path / 'val.jsonl'}")
@@ -236,22 +219,6 @@ def test_a_reward_function_that_fits_nothing(complaint, reward):
     assert "no reward rule for data_source 'tiny'; known:" in complaint("reward.custom_reward_function.path=null")
     shown = reward("return 1.0", takes="a, b")
     assert "wrong signature" in shown and "compute_score(a, b) at " in shown and "may be named response" in shown
-
-
-@pytest.mark.parametrize(
-    ("manager", "body", "message"),
-    [
-        (
-            "naive",
-            "return [1.0] * len(solution_strs)",
-            "which NaiveRewardManager does not support: use reward_manager=b",
-        ),
-        ("batch", "return 1.0", "returned float 1.0: expected a list with one entry for each of "),
-        ("batch", "return [1.0] * (len(solution_strs) + 1)", " entries: expected a list with one entry for"),
-    ],
-)
-def test_a_reward_function_of_lists(reward, manager, body, message):
-    assert message in reward(body, f"reward_model.reward_manager={manager}", takes=LISTS)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 import pytest
 
-from tests.trainer.runs import fit
+from tests.trainer.runs import fit, untimed
 from verl import Operator
 from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.utils.rng import seed_everything
 
 
 def add_one(batch):
@@ -63,11 +64,23 @@ def test_the_seconds_of_a_step_are_those_of_all_operators(settings):
         assert tokens == pytest.approx(metrics["perf/total_num_tokens"])
 
 
-def test_steps_of_a_custom_loop_need_workers_and_a_number(settings):
-    own = LocalPPOTrainer(overrides=[*settings, "algorithm.name=grpo"])
+def test_a_loop_of_single_steps_trains_as_fit_does(settings, tmp_path):
+    chosen = [*settings, "algorithm.name=grpo", "trainer.total_training_steps=3"]
+    _, reports = fit(chosen)
+    own = LocalPPOTrainer(overrides=[*chosen, f"trainer.default_local_dir={tmp_path}/own"])
     with pytest.raises(RuntimeError, match=r"role 'actor' has no workers: call start\(\) first, or use fit"):
         own.roles["actor"]
+    seed_everything(own.config.trainer.seed)
     own.init_workers()
     with pytest.raises(ValueError, match=r"numbered from 1, found global_step 0: call trainer.step\(\)"):
         own.pipeline.run()
+    own = LocalPPOTrainer(overrides=[*chosen, f"trainer.default_local_dir={tmp_path}/own"])
+    seed_everything(own.config.trainer.seed)
+    own.init_workers()
+    steps = [own.step() for _ in range(3)]
     own.shutdown()
+    for mine, theirs in zip(steps, reports, strict=True):
+        assert mine.step == theirs.step
+        expected = untimed(theirs, "weight_sync/canary")  # fit checks before step 1
+        assert untimed(mine, "weight_sync/canary") == expected
+        assert "actor/grad_norm" in expected and "critic/score/mean" in expected

@@ -383,13 +383,8 @@ def test_settings_of_an_operator(config, tiny):
     trainer.step()
     rewards = trainer.batch.batch
     torch.testing.assert_close(rewards["token_level_rewards"], rewards["token_level_scores"] + 2)
-    for wrong, message in (
-        ({f"{key}.shift.buy": 2}, "has no such keyword-only parameter: did you mean 'by'"),
-        ({f"{key}.shift.by": "x"}, r"algorithm.operator_kwargs.shift.by: expected float, found 'x' \(str\)"),
-        ({f"{key}.shaft.by": 2}, "the flow has no such operator: did you mean 'shift'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Shifted(config, overrides=wrong, **given)
+    with pytest.raises(ValueError, match="has no such keyword-only parameter: did you mean 'by'"):
+        Shifted(config, overrides={f"{key}.shift.buy": 2}, **given)
 
 
 # ---- page, notebook, package ----------------------------------------------------------------------------------------

@@ -72,13 +72,6 @@ def test_settings_that_contradict_each_other(settings, message):
         load_config(overrides=settings)
 
 
-def test_a_dense_model_has_no_choices(tiny, tmp_path):
-    with pytest.raises(ValueError, match="router replay needs a mixture of experts"):
-        run(tiny, tmp_path, RECORDS, R3)
-    with pytest.raises(ValueError, match="router replay needs a mixture of experts"):
-        run(tiny, tmp_path / "r2", R2)
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

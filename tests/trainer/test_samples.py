@@ -30,9 +30,11 @@ def run(tiny, tmp_path_factory):
     chosen += ["trainer.total_training_steps=2", "trainer.test_freq=2", "algorithm.name=grpo"]
     chosen += ["trainer.log_samples=3", "trainer.log_val_generations=2"]
     chosen += [f"trainer.rollout_data_dir={tmp_path}/steps", f"trainer.validation_data_dir={tmp_path}/val"]
+    level = logger.level
     logger.addHandler(handler)
-    trainer, reports = fit(chosen)
+    trainer, reports = fit(chosen)  # which sets the level
     logger.removeHandler(handler)
+    logger.setLevel(level)
     return trainer, [report.batch for report in reports], tmp_path, messages
 
 

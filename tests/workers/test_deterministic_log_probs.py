@@ -1,12 +1,10 @@
 """Log-probs of sampling are bit-identical to the trainer's, for each architecture, precision and micro-batching."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.engines.ranks import make_engine
+from tests.rollout import test_native_families as families
 from verl.config.schema import ModelConfig, OptimConfig, RolloutConfig
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
@@ -20,11 +18,6 @@ from verl.rollout.native.factory import make_native
 from verl.rollout.request import SamplingParams, make_requests
 from verl.workers.engine_worker import aggregation
 from verl.workers.policy import policy_objective
-
-_file = Path(__file__).parents[1] / "rollout" / "test_native_families.py"
-_spec = importlib.util.spec_from_file_location("native_families_of_workers", _file)
-families = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(families)
 
 #: dtypes of the parameters and of the computation: bf16 with fp32 masters is the default on a GPU
 PRECISIONS = {
