@@ -71,8 +71,6 @@ STEP = "64 prompts x 8 samples = 512 responses per step; "
 TOKENS = f"{ACTOR}ppo_epochs=2 {ACTOR}ppo_micro_batch_size_per_gpu=30 critic.use_dynamic_bsz=true"
 SUMMARIES = [
     ("", {}, STEP + "2 updates of 256 responses; micro-batches of 32 (8 per update)"),
-    ("", {"world_size": 4},
-     STEP + "128 on each of 4 ranks; 2 updates of 256 responses; micro-batches of 32 per rank (2 per update)"),
     (  # 2 epochs over 64 prompts in mini-batches of 32: 4 updates. 256 = 8 x 30 + 16.
         TOKENS,
         {},
@@ -92,8 +90,3 @@ SUMMARIES = [
 @pytest.mark.parametrize(("changes", "options", "expected"), SUMMARIES)
 def test_the_summary_of_a_batch(changes, options, expected):
     assert batch_summary(load(*BATCH, *changes.split()), **options) == expected
-
-
-def test_a_batch_that_the_ranks_do_not_divide():
-    with pytest.raises(ValueError, match="512 responses are not divisible by 3 ranks"):
-        batch_summary(load(*BATCH), world_size=3)

@@ -20,7 +20,7 @@ from verl.engines.loading import ModelSpec, empty_module
 from verl.engines.megatron.checks import check_architecture
 from verl.engines.parallel import planned_layers
 from verl.modeling.huggingface import read_config
-from verl.trainer.checks.model_limits import ModelLimits
+from verl.trainer.checks.models import ModelLimits
 from verl.trainer.checks.models import check_model
 
 RECORD = Path(__file__).with_name("record.json")

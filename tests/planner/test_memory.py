@@ -55,13 +55,13 @@ def test_logits_of_megatron_as_allocated(group, dtype):
 
 def test_the_gradients_of_a_single_micro_batch_come_when_its_activations_are_freed():
     job = job_of(prompts=2)
-    single, several = (job.with_role("actor", update_tokens=tokens, checkpointing=False) for tokens in (4096, 256))
+    single, several = (job.with_roles(["actor"], update_tokens=tokens, checkpointing=False) for tokens in (4096, 256))
     begin = update_items(single, single.role("actor"), H200, 0.0)
     # of the beginning: only the output layer's, 32 x 8 in float32
     assert begin["gradients"] == 4 * 32 * 8
     assert update_items(several, several.role("actor"), H200, 0.0)["gradients"] == 4 * 1704
     # the end, with all gradients and the activations of one layer, is larger if the model is large for its tokens
     short = job_of(prompts=1, prompt_tokens=1, response_tokens=1)
-    short = short.with_role("actor", update_tokens=4096, checkpointing=False)
+    short = short.with_roles(["actor"], update_tokens=4096, checkpointing=False)
     end = update_items(short, short.role("actor"), H200, 0.0)
     assert end["gradients"] == 4 * 1704 and end["activations"] == end["logits, working memory"]

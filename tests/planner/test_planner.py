@@ -211,7 +211,7 @@ def test_more_devices_never_need_more_memory_per_device(model_parallel, roles):
     settings = {"model_parallel": model_parallel, "engine": "vllm", "memory_share": 0.3}
     job = job_of(shapes.built_in("7B"), roles, prompts=1024, **settings)
     for role in roles:  # what is chosen automatically uses the memory that there is
-        job = job.with_role(role, update_tokens=4096, checkpointing=True)
+        job = job.with_roles([role], update_tokens=4096, checkpointing=True)
     for few, many in itertools.pairwise([2, 4, 8, 16, 32, 64]):
         small, large = (plan_groups(job, H200, [(roles, count)]) for count in (few, many))
         assert large.peak <= small.peak
@@ -223,12 +223,12 @@ def test_more_devices_never_need_more_memory_per_device(model_parallel, roles):
 def test_an_update_needs_less_memory_with(changes):
     phase = "weight push" if "optimizer_offload" in changes else "update of the actor"
     job = job_of(shapes.built_in("7B"), ("actor", "ref"), prompts=1024)
-    job = job.with_role("actor", update_tokens=16384, checkpointing=False)
+    job = job.with_roles(["actor"], update_tokens=16384, checkpointing=False)
 
     def needed(job):
         return sum(plan_groups(job, H200, [(job.names, 2)]).groups[0].memory[phase].values())
 
-    assert needed(job.with_role("actor", **changes)) < needed(job)
+    assert needed(job.with_roles(["actor"], **changes)) < needed(job)
 
 
 def test_more_devices_are_never_slower():
@@ -331,7 +331,7 @@ def test_stages_add_up_inside_a_group_and_groups_take_the_slowest():
 def test_the_smallest_change_fits(engine, name, roles, count, tokens):
     job = job_of(shapes.built_in(name), roles, prompts=1024, engine=engine, response_tokens=2048, memory_share=0.6)
     for role in roles:
-        job = job.with_role(role, update_tokens=tokens, infer_tokens=tokens)
+        job = job.with_roles([role], update_tokens=tokens, infer_tokens=tokens)
     groups = [(roles, count)]
     if plan_groups(job, A100, groups).fits:
         return
@@ -342,8 +342,8 @@ def test_the_smallest_change_fits(engine, name, roles, count, tokens):
 
 
 def test_the_change_is_the_cheapest_one():
-    job = job_of(shapes.built_in("1.5B"), prompts=1024, memory_share=0.3).with_role("actor", update_tokens=65536)
-    job = job.with_role("actor", checkpointing=False)
+    job = job_of(shapes.built_in("1.5B"), prompts=1024, memory_share=0.3).with_roles(["actor"], update_tokens=65536)
+    job = job.with_roles(["actor"], checkpointing=False)
     groups = [(("actor",), 1)]
     change, _ = smallest_change(job, A100, groups)
     assert change.settings["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] == "16384"
@@ -355,7 +355,7 @@ def test_the_change_is_the_cheapest_one():
 
 
 def test_micro_batches_that_are_small_already_are_no_change():
-    job = job_of(shapes.built_in("7B")).with_role("actor", update_tokens=2048, infer_tokens=2048)
+    job = job_of(shapes.built_in("7B")).with_roles(["actor"], update_tokens=2048, infer_tokens=2048)
     change, _ = smallest_change(job, A100, [(("actor",), 1)])
     assert change.settings and not any("max_token_len" in key for key in change.settings)
 

@@ -284,12 +284,12 @@ def test_experts_whose_layers_are_not_fused_take_the_recorded_time(monkeypatch):
     found = list(planner_records._engines())
     assert len(found) == 6
     for run in found:
-        plain, fused = (run.job.with_role("actor", fuses_layers=fuses) for fuses in (False, True))
+        plain, fused = (run.job.with_roles(["actor"], fuses_layers=fuses) for fuses in (False, True))
         ratio = _update(plain, run.devices) / run.seconds["update_actor"]
         assert 0.8 < ratio < 1.1 and _update(fused, run.devices) < 0.75 * run.seconds["update_actor"]
         # model types whose layers are not fused compute experts the same way
         shape = replace(run.job.role("actor").shape, model_type="qwen2_moe")
-        assert _update(run.job.with_role("actor", shape=shape), run.devices) == _update(plain, run.devices)
+        assert _update(run.job.with_roles(["actor"], shape=shape), run.devices) == _update(plain, run.devices)
 
 
 def _update(job, devices: int) -> float:

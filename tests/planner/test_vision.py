@@ -110,9 +110,9 @@ def test_bytes_that_a_tower_moves_are_those_of_its_kernels():
 def test_memory_of_an_update_by_hand():
     text, whole = job_of(TINY), job_of(replace(TINY, vision=VISION))
     assert whole.role("actor").parameters == TINY.parameters() + 1000
-    frozen = whole.with_role("actor", freezes_tower=True)
+    frozen = whole.with_roles(["actor"], freezes_tower=True)
     assert frozen.role("actor").trained == TINY.parameters() + 100
-    assert whole.with_role("actor", lora_rank=4).role("actor").trained == TINY.lora_parameters(4)
+    assert whole.with_roles(["actor"], lora_rank=4).role("actor").trained == TINY.lora_parameters(4)
     # of each patch, 11 hidden and 4 MLP vectors in 16 bits; the residual stream of 32 bits is 4 vectors of 2 bytes more
     layer = 2 * (11 * 16 + 4 * 32) + 4 * 2 * 16
     assert tower_bytes(whole.role("actor")).plain == 4 * 3 * layer

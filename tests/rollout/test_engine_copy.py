@@ -16,7 +16,7 @@ from verl.rollout.external import cache_bytes_per_token, check_engine_kwargs
 from verl.rollout.sglang import settings as sglang_settings
 from verl.rollout.traits import engine_traits
 from verl.rollout.vllm import settings as vllm_settings
-from verl.trainer.checks.model_limits import ModelLimits
+from verl.trainer.checks.models import ModelLimits
 
 ENGINES = ("vllm", "sglang")
 SETTINGS = {"vllm": vllm_settings, "sglang": sglang_settings}

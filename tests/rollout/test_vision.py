@@ -28,7 +28,7 @@ from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.native.vision import rotary_rows
 from verl.rollout.request import Request, SamplingParams, media_of
 from verl.rollout.vllm.settings import Capabilities, _vision_args
-from verl.trainer.checks.model_limits import ModelLimits
+from verl.trainer.checks.models import ModelLimits
 
 
 @pytest.fixture(scope="module")

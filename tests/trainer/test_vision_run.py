@@ -157,8 +157,9 @@ def test_sft_validates_a_batch_of_images_at_a_time(vision, tmp_path):
     losses, sizes = [], []
     for size in (8, 3):
         trainer = sft(vision, tmp_path / "run", **{"data.train_batch_size": size, "trainer.total_training_steps": 1})
-        collate = trainer.collate
-        trainer.collate = lambda items, collate=collate: sizes.append(len(items)) or collate(items)
+        inputs = trainer.run.inputs
+        collate = inputs.collate
+        inputs.collate = lambda items, collate=collate: sizes.append(len(items)) or collate(items)
         losses.append(trainer.validate()["val/loss"])
     assert sizes == [8, 3, 3, 2] and losses[1] == pytest.approx(losses[0], abs=1e-6)
 

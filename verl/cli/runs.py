@@ -46,7 +46,7 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
         name = str(run.folder.relative_to(folder)) if run.folder != folder else run.name
         steps = f"{run.steps}/{total}" if total else str(run.steps)
         metrics = (run.reward_name, next(iter(run.validation_names), None))
-        figures = [cell for metric in metrics for cell in _last_and_best(metric, run.metrics.get(metric or "", ()))]
+        figures = [cell for metric in metrics for cell in _figures(metric, run.metrics.get(metric or "", ()))[1:]]
         cells = (name, run.algorithm, run.model, steps, *figures, run.state, format_duration(run.age))
         table.add_row(*map(console_text, cells))
     _print(table)
@@ -163,28 +163,17 @@ def _shown_metrics(records: list[Any]) -> list[str]:
     return [*plotted, *validation, *(name for name in ("perf/throughput", "actor/grad_norm") if name in present)]
 
 
-def _best(name: str | None, series: Any) -> float | None:
-    """The largest score, or the smallest loss; None for a metric that has no best value, such as a length."""
-    from verl.tracking.formatting import best_point
+def _figures(name: str | None, series: Any) -> tuple[str, str, str]:
+    """First, last and best value as text. "-": no value, or no best one, such as of a length."""
+    from verl.tracking.formatting import best_point, format_number
 
-    if name is None or not name.startswith(("critic/score", "critic/rewards", "val", "train/")):
-        return None
-    return best_point(name, series)[1]
-
-
-def _last_and_best(name: str | None, series: Any) -> tuple[str, str]:
-    from verl.tracking.formatting import format_number
-
-    best = _best(name, series) if series else None
-    return format_number(series[-1][1]) if series else "-", "-" if best is None else format_number(best)
+    if not series:
+        return "-", "-", "-"
+    has_best = name.startswith(("critic/score", "critic/rewards", "val", "train/"))
+    best = format_number(best_point(name, series)[1]) if has_best else "-"
+    return format_number(series[0][1]), format_number(series[-1][1]), best
 
 
 def _range(name: str, series: Any) -> str:
-    from verl.tracking.formatting import format_number
-
-    if not series:
-        return "-"
-    best = _best(name, series)
-    return f"{format_number(series[0][1])} -> {format_number(series[-1][1])}" + (
-        "" if best is None else f" ({format_number(best)})"
-    )
+    first, last, best = _figures(name, series)
+    return f"{first} -> {last}" + ("" if best == "-" else f" ({best})") if series else "-"

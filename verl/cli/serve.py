@@ -169,7 +169,7 @@ def load(
     from verl.data.tokenization import load_tokenizer
     from verl.rollout.request import SamplingParams
     from verl.server.service import ServedModel
-    from verl.trainer.checks.model_limits import ModelLimits
+    from verl.trainer.checks.models import ModelLimits
     from verl.trainer.startup.inputs import stop_token_ids
 
     for problem in check_model_path("MODEL", model_settings["path"]):

@@ -93,9 +93,9 @@ verl.trainer -> verl.trainer: main_ppo_sync:main_ppo fsdp_sft_trainer:sft_traine
 verl.trainer.guards -> verl.trainer: built_in:base
 verl.trainer.output -> verl.trainer: step_report:view
 verl.trainer -> verl.trainer.asynchronous: sample_buffer
-verl.trainer -> verl.trainer.checks: agents unused_settings:config model_limits planning early_checks:preflight
+verl.trainer -> verl.trainer.checks: agents unused_settings:config model_limits:models planning early_checks:preflight
 verl.trainer -> verl.trainer.checks: preflight
-verl.trainer.checks -> verl.trainer.checks: algorithm:config unused_settings:config model_config:models
+verl.trainer.checks -> verl.trainer.checks: algorithm:config unused_settings:config model_config:models model_limits:models
 verl.trainer.startup -> verl.trainer.checks: recipe:preflight
 verl.trainer -> verl.trainer.guards: validation_watch:early_stopping interruption
 verl.trainer.checks -> verl.trainer.guards: faults

@@ -23,7 +23,7 @@ from verl.protocol import DataProto
 from verl.rollout.request import stop_strings
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
 from verl.tracking.formatting import format_clock
-from verl.trainer.checks.model_limits import ModelLimits
+from verl.trainer.checks.models import ModelLimits
 from verl.trainer.checks.preflight import CONFIG, Recipe, Settings, open_run, run_checks
 from verl.trainer.guards.interruption import Stopped
 from verl.trainer.ppo.operators import repeat

@@ -117,19 +117,23 @@ def _ground_truth(truth: Any, location: str, column: str, is_nested: bool) -> An
 
 def iterate_batches(prompts: Sequence[PromptWithResponses]) -> Iterator[DataProto]:
     """Yield the responses in batches of RESPONSES_PER_PASS samples."""
-    samples = [(prompt, i) for prompt in prompts for i in range(len(prompt.responses))]
-    for start in range(0, len(samples), RESPONSES_PER_PASS):
-        selected = samples[start : start + RESPONSES_PER_PASS]
-        yield DataProto.from_dict(
-            non_tensors={
-                "response": [prompt.responses[i] for prompt, i in selected],
-                "data_source": [prompt.data_source for prompt, _ in selected],
-                "ground_truth": [prompt.ground_truth for prompt, _ in selected],
-                "extra_info": [prompt.extra_info for prompt, _ in selected],
-                "raw_prompt": [prompt.prompt for prompt, _ in selected],
-                "location": [f"{prompt.location}, response {i}" for prompt, i in selected],
-            }
-        )
+    pairs = [(prompt, i) for prompt in prompts for i in range(len(prompt.responses))]
+    for start in range(0, len(pairs), RESPONSES_PER_PASS):
+        selected = pairs[start : start + RESPONSES_PER_PASS]
+        samples = [
+            Sample(
+                p.data_source,
+                p.responses[i],
+                p.ground_truth,
+                p.extra_info,
+                number,
+                len(selected),
+                f"{p.location}, response {i}",
+                p.prompt,
+            )
+            for number, (p, i) in enumerate(selected)
+        ]
+        yield DataProto.from_dict(non_tensors={"sample": samples})
 
 
 class Scorer:
@@ -149,12 +153,7 @@ class Scorer:
         self.first_error: RewardError | None = None
 
     def __call__(self, batch: DataProto) -> DataProto:
-        columns = batch.non_tensor_batch
-        names = ("data_source", "response", "ground_truth", "extra_info")
-        samples = [
-            Sample(*values, i, len(batch), columns["location"][i], columns["raw_prompt"][i])
-            for i, values in enumerate(zip(*(columns[name] for name in names)))
-        ]
+        samples = list(batch.non_tensor_batch["sample"])
         scores, accs, failed = [0.0] * len(samples), [0.0] * len(samples), [False] * len(samples)
         # closed explicitly, so that busy workers are stopped if a sample raises
         with closing(self.manager.outcomes(samples)) as outcomes:
@@ -195,11 +194,10 @@ def score_prompts(prompts: Sequence[PromptWithResponses], scorer: Scorer, right_
         RewardError: If a response cannot be scored (see `Scorer`), or if none can be.
     """
     batches = iterate_batches(prompts)
-    reads = ("response", "data_source", "ground_truth", "extra_info", "raw_prompt", "location")
     pipeline = DataFlow(
         [
-            Operator("responses", lambda: next(batches), writes=reads),
-            Operator("score", scorer, reads=reads, writes=("score", "acc", "failed")),
+            Operator("responses", lambda: next(batches), writes="sample"),
+            Operator("score", scorer, reads="sample", writes=("score", "acc", "failed")),
         ]
     ).compile()
     total = sum(len(prompt.responses) for prompt in prompts)

@@ -9,6 +9,7 @@ ends when even the fastest rest cannot beat the best placement so far: the resul
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import product
 from typing import Any
 
@@ -261,21 +262,13 @@ class Change:
 
     Attributes:
         settings: key -> value, such as "actor_rollout_ref.model.enable_gradient_checkpointing" -> "true".
-        roles: role -> its attributes with that change.
-        job: the attributes of the job.
+        apply: the job -> the job with this change.
         factor: how many times as many devices.
     """
 
     settings: Mapping[str, str] = field(default_factory=dict)
-    roles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    job: Mapping[str, Any] = field(default_factory=dict)
+    apply: Callable[[Job], Job] = lambda job: job
     factor: int = 1
-
-    def apply(self, job: Job) -> Job:
-        """The job with this change."""
-        for name, values in self.roles.items():
-            job = job.with_role(name, **values)
-        return replace(job, **self.job)
 
 
 def smallest_change(job: Job, device: Device, groups: Groups) -> tuple[Change, Plan] | None:
@@ -318,47 +311,44 @@ def plan_with(change: Change, job: Job, device: Device, groups: Groups) -> Plan 
 
 
 def _joined(changes: Sequence[Change]) -> Change:
-    """One change; of an attribute that several of them change, the last one counts."""
-    settings: dict[str, str] = {}
-    roles: dict[str, dict[str, Any]] = {}
-    attributes: dict[str, Any] = {}
-    for change in changes:
-        settings |= change.settings
-        attributes |= change.job
-        for name, values in change.roles.items():
-            roles[name] = roles.get(name, {}) | values
-    return Change(settings, roles, attributes, math.prod(change.factor for change in changes))
+    """All changes, one after the other."""
+    settings = {key: value for change in changes for key, value in change.settings.items()}
+    factor = math.prod(change.factor for change in changes)
+    return Change(settings, lambda job: reduce(lambda changed, change: change.apply(changed), changes, job), factor)
+
+
+def _of_roles(names: Sequence[str], settings: Mapping[str, str], **values: Any) -> Change:
+    return Change(settings, lambda job: job.with_roles(names, **values))
 
 
 def _changes(job: Job, device: Device) -> Iterator[Change]:
     """Changes that keep the results, the cheapest first."""
     trained = [role.name for role in job.roles if role.trains]
     least = -(-job.length // 256) * 256
-    for tokens in (16384, 8192, 4096, 2048):
+    for tokens in (16384, 8192, 4096, max(2048, least)):
         if tokens >= least:
             yield _micro_tokens(job, tokens)
-    if least > 2048:
-        yield _micro_tokens(job, least)
     if job.traits.own_memory_share:
         for share in (0.5, 0.4, 0.3, 0.2, 0.1):
             if share < job.memory_share:
-                yield Change({f"{_ROLLOUT}gpu_memory_utilization": str(share)}, job={"memory_share": share})
+                yield _of_job(f"{_ROLLOUT}gpu_memory_utilization", memory_share=share)
     if any(job.role(name).checkpointing is not True for name in trained):
-        keys = [f"{_MODEL[name]}.enable_gradient_checkpointing" for name in trained]
-        yield Change(dict.fromkeys(keys, "true"), {name: {"checkpointing": True} for name in trained})
+        settings = {f"{_MODEL[name]}.enable_gradient_checkpointing": "true" for name in trained}
+        yield _of_roles(trained, settings, checkpointing=True)
     if job.model_parallel:
         yield from _megatron_sizes(job)
     elif device.kind == "cuda":
         frozen = [role.name for role in job.roles if not role.trains and role.name in _SECTION]
-        offloads = [(frozen, "param_offload"), (trained, "optimizer_offload"), (trained, "param_offload")]
-        for names, key in offloads:
-            settings = {f"{_SECTION[name]}.{key}": "true" for name in names}
-            yield Change(settings, {name: {key: True} for name in names})
+        for names, key in ((frozen, "param_offload"), (trained, "optimizer_offload"), (trained, "param_offload")):
+            yield _of_roles(names, {f"{_SECTION[name]}.{key}": "true" for name in names}, **{key: True})
     if device.kind == "cuda":
         for tensor in (2, 4, 8):
             if tensor > job.rollout_tensor:
-                setting = {f"{_ROLLOUT}tensor_model_parallel_size": str(tensor)}
-                yield Change(setting, job={"rollout_tensor": tensor})
+                yield _of_job(f"{_ROLLOUT}tensor_model_parallel_size", rollout_tensor=tensor)
+
+
+def _of_job(key: str, **values: Any) -> Change:
+    return Change(dict.fromkeys([key], str(*values.values())), lambda job: replace(job, **values))
 
 
 def _megatron_sizes(job: Job) -> Iterator[Change]:
@@ -370,32 +360,37 @@ def _megatron_sizes(job: Job) -> Iterator[Change]:
             continue
         sizes = {"tensor": tensor, "pipeline": pipeline}
         settings = {f"{key}.{name}_model_parallel_size": str(n) for key in sections for name, n in sizes.items()}
-        yield Change(settings, {role.name: {"layout": replace(role.layout, **sizes)} for role in job.roles})
+
+        def divide(job: Job, sizes: Mapping[str, int] = sizes) -> Job:
+            return replace(job, roles=tuple(replace(x, layout=replace(x.layout, **sizes)) for x in job.roles))
+
+        yield Change(settings, divide)
 
 
 def _micro_tokens(job: Job, tokens: int) -> Change:
     """Limit the tokens of every micro-batch. Sizes by sequences are replaced."""
-    settings, roles = {}, {}
-    for role in job.roles:
+
+    def limit(role: Role) -> Role:
         update, infer = (min(tokens, size or tokens) for size in (role.update_tokens, role.infer_tokens))
-        roles[role.name] = {"update_tokens": update, "infer_tokens": infer}
-        if role.name in _UPDATE and update != role.update_tokens:
+        return replace(role, update_tokens=update, infer_tokens=infer)
+
+    settings = {}
+    for role in job.roles:
+        if role.name in _UPDATE and limit(role).update_tokens != role.update_tokens:
             key = _UPDATE[role.name]
             settings |= {f"{key}.use_dynamic_bsz": "true", f"{key}.ppo_max_token_len_per_gpu": str(tokens)}
         infers = role.name != "actor" or job.old_log_probs
-        if role.name in _INFER and infers and infer != role.infer_tokens:
-            dynamic, limit = _INFER[role.name]
-            settings |= {dynamic: "true", limit: str(tokens)}
-    return Change(settings, roles)
+        if role.name in _INFER and infers and limit(role).infer_tokens != role.infer_tokens:
+            settings |= dict(zip(_INFER[role.name], ("true", str(tokens))))
+    return Change(settings, lambda job: replace(job, roles=tuple(map(limit, job.roles))))
 
 
 def _lora(job: Job) -> list[Change]:
     """Train adapters instead of all weights, if no role is tensor-parallel."""
-    trained = [role for role in job.roles if role.trains]
-    if any(role.lora_rank or role.layout.tensor > 1 for role in trained) or job.model_parallel:
+    trained = [role.name for role in job.roles if role.trains]
+    if job.model_parallel or any(job.role(name).lora_rank or job.role(name).layout.tensor > 1 for name in trained):
         return []
-    settings = {f"{_MODEL[role.name]}.lora_rank": str(LORA_RANK) for role in trained}
-    return [Change(settings, {role.name: {"lora_rank": LORA_RANK} for role in trained})]
+    return [_of_roles(trained, {f"{_MODEL[name]}.lora_rank": str(LORA_RANK) for name in trained}, lora_rank=LORA_RANK)]
 
 
 def describe(change: Change, plan: Plan) -> str:

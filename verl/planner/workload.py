@@ -1,5 +1,6 @@
 """What is planned: the roles of a run, a step's batch, and how a role is laid out over devices. Plain values."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -207,9 +208,9 @@ class Job:
         """The role whose devices generate."""
         return "rollout" if "rollout" in self.names else "actor"
 
-    def with_role(self, name: str, **changes: object) -> "Job":
-        """A copy with other attributes of one role."""
-        roles = tuple(replace(role, **changes) if role.name == name else role for role in self.roles)
+    def with_roles(self, names: Sequence[str], **changes: object) -> "Job":
+        """A copy with other attributes of some roles."""
+        roles = tuple(replace(role, **changes) if role.name in names else role for role in self.roles)
         return replace(self, roles=roles)
 
 

@@ -1,15 +1,13 @@
 """Supervised fine-tuning (SFT) on the same loop: samples -> update."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from verl.algorithms.masked import masked_sum
 from verl.config import schema
 from verl.config.sources import Overrides
-from verl.data.order import PromptSource
-from verl.data.sft_dataset import SFTDataset, collate_sft
+from verl.data.sft_dataset import SFTDataset
 from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.single_controller import WorkerSpec
@@ -18,7 +16,7 @@ from verl.tracking.tracking import setup_logging
 from verl.trainer.base import Trainer
 from verl.trainer.checks.preflight import INPUTS, Recipe, Settings, run_checks
 from verl.trainer.startup.arguments import prepare_run, read_arguments
-from verl.trainer.startup.inputs import load_sft_inputs, reading_threads
+from verl.trainer.startup.inputs import load_sft_inputs, prompt_source
 from verl.trainer.state.checkpointing import describe_saving
 from verl.workers.sft import SFTWorker
 
@@ -68,20 +66,7 @@ class SFTTrainer(Trainer):
         inputs = run.inputs = load_sft_inputs(run.config, arguments.train_dataset, arguments.val_dataset, tokenizer)
         run_checks(run, INPUTS)
         self.train_dataset, self.val_dataset = inputs.train_dataset, inputs.val_dataset
-        pad_token_id = inputs.tokenizer.pad_token_id
-        self.collate: Callable[[list], DataProto] = lambda items: collate_sft(items, pad_token_id)
-        data = run.config.data
-        super().__init__(
-            run,
-            PromptSource(
-                self.train_dataset,
-                data.train_batch_size,
-                seed=data.seed,
-                shuffle=data.shuffle,
-                collate=self.collate,
-                workers=reading_threads(self.train_dataset, data),
-            ),
-        )
+        super().__init__(run, prompt_source(run.config.data, inputs))
 
     def init_workers(self) -> None:
         pool = ResourcePool("actor", (self.config.trainer.n_gpus_per_node,))
@@ -131,7 +116,7 @@ class SFTTrainer(Trainer):
         # decoded images of a training batch fit into memory; token ids of all rows do
         size = rows if getattr(self.val_dataset, "media", None) is None else self.config.data.train_batch_size
         for start in range(0, rows, size):
-            batch = self.collate([self.val_dataset[i] for i in range(start, min(start + size, rows))])
+            batch = self.run.inputs.collate([self.val_dataset[i] for i in range(start, min(start + size, rows))])
             media = [name for name in ("multi_modal_inputs",) if name in batch]
             inputs = batch.select(["input_ids", "attention_mask", "position_ids", "responses"], media)
             log_probs = self.roles["actor"].compute_log_prob(inputs).batch["old_log_probs"]

@@ -22,7 +22,7 @@ from verl.registry import did_you_mean
 from verl.rewards import RewardError, RewardManager
 from verl.rewards.sandbox.pool import WorkerError
 from verl.rewards.trial import describe_fault, trial_responses
-from verl.trainer.checks.model_limits import check_reads_tokens_of
+from verl.trainer.checks.models import check_reads_tokens_of
 from verl.trainer.checks.preflight import Run
 from verl.trainer.startup.inputs import Inputs
 from verl.trainer.startup.roles import roles_of

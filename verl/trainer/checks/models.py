@@ -1,19 +1,25 @@
-"""Checks of the models of a run, before they are built, and of the devices that compute them."""
+"""Checks of the models of a run before they are built, of their limits, and of the devices that compute them."""
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verl.config import schema
 from verl.config.fields import Schema
+from verl.data.tokenization import load_tokenizer
 from verl.engines import loading
 from verl.engines.base import check_device
 from verl.engines.loading import check_kernels
 from verl.engines.quantization import check_quantization
-from verl.modeling.huggingface import read_config
-from verl.trainer.checks.model_limits import check_megatron, check_moe
+from verl.engines.traits import strategy_traits
+from verl.modeling.huggingface import experts_of, model_source, read_config
+from verl.registry import load_object
+from verl.rollout.base import check_sampling_keys
+from verl.rollout.checks import check_images
+from verl.rollout.traits import engine_traits
 from verl.trainer.checks.preflight import Run
 from verl.trainer.startup.roles import pools_of, roles_of
 from verl.utils.device import resolve_device
@@ -154,3 +160,167 @@ def _check_folder(path: str) -> None:
         raise ValueError(f"{path!r} has no config.json: expected the folder of a Hugging Face model")
     if (Path(path).is_absolute() or path.startswith((".", "~"))) and not os.path.exists(folder):
         raise ValueError(f"there is no folder {path!r}")
+
+
+# ---- limits of a model -----------------------------------------------------------------------------------------------
+
+#: fraction of differing tokens above which two vocabularies belong to different tokenizers
+_DIFFERENT_SHARE = 0.01
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """The limits of a model, read from its config without loading weights."""
+
+    path: str
+    vocab_size: int  # token ids are 0 to vocab_size - 1
+    positions: int | None  # tokens in a sequence; None if the config sets no limit
+    architectures: tuple[str, ...]
+    sizes: Mapping[str, Any] = field(default_factory=dict)  # the config of the language model by key
+    hf_config: Any = None  # that of the whole model
+
+    @classmethod
+    def from_config(cls, model: schema.ModelConfig) -> "ModelLimits":
+        """The limits of the model that a `model` section names."""
+        from transformers import AutoConfig
+
+        source = model_source(model.path)
+        whole = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
+        hf = whole.get_text_config()
+        sizes = {**hf.to_dict(), **model.override_config}
+        positions = sizes.get("max_position_embeddings")
+        return cls(model.path, hf.vocab_size, positions, tuple(whole.architectures or ()), sizes, whole)
+
+    def check_vocabulary(self, tokenizer: Any, largest_id: int) -> None:
+        """Raise ValueError if token ids exceed the vocabulary. largest_id: the largest id of the dataset."""
+        largest = max(largest_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
+        if largest >= self.vocab_size:
+            raise ValueError(
+                f"the tokenizer produces token id {largest}, but the model {self.path!r} has ids 0 to "
+                f"{self.vocab_size - 1}: use the tokenizer of this model (model.tokenizer_path)"
+            )
+
+    def check_response_length(self, longest_prompt: int, response_length: int, key: str, instead: str) -> None:
+        """Raise ValueError if the longest prompt plus a response exceeds the positions of the model.
+
+        Args:
+            key: sets response_length, in tokens.
+            instead: the fix if shorter responses do not help.
+        """
+        if self.positions is not None and longest_prompt + response_length > self.positions:
+            left = self.positions - longest_prompt
+            raise ValueError(
+                f"the longest prompt has {longest_prompt} tokens and a response may have {key}={response_length}, but "
+                f"the model {self.path!r} has {self.positions} positions (max_position_embeddings): "
+                f"{f'set {key}={left}, or ' if left > 0 else ''}{instead}"
+            )
+
+    def check_sequence_length(self, longest: int, key: str) -> None:
+        """Raise ValueError if a sequence of `longest` tokens has more tokens than the model has positions."""
+        if self.positions is not None and longest > self.positions:
+            raise ValueError(
+                f"the longest sequence has {longest} tokens, but the model {self.path!r} has {self.positions} "
+                f"positions (max_position_embeddings): set {key}={self.positions}"
+            )
+
+    def check_engine(self, rollout: schema.RolloutEngineConfig) -> None:
+        """Raise ValueError if the rollout engine does not support the architecture, or cannot split it over ranks."""
+        traits = engine_traits(rollout.name)
+        check_sampling_keys(rollout, rollout.name, traits.sampling_keys)
+        if self.hf_config is not None:
+            check_images(traits, self.hf_config)
+        if traits.check_model:
+            check_model = load_object(*traits.check_model.split(":"))
+            check_model(self.architectures, self.sizes, rollout.tensor_model_parallel_size)
+
+
+def check_reads_tokens_of(policy: str, tokenizer: Any, model: schema.ModelConfig, role: str, largest_id: int) -> None:
+    """Raise ValueError if a model that reads the token ids of the policy has another tokenizer or too few embeddings.
+
+    Args:
+        policy: path of the policy's model, which has the tokenizer.
+        model: the model that reads the sequences of the policy, as `role`.
+        largest_id: the largest token id of the dataset.
+    """
+    if model.path == policy:
+        return
+    advice = f"the {role} reads the token ids of the policy, so use a {role} with the tokenizer of {policy!r}"
+    try:
+        ModelLimits.from_config(model).check_vocabulary(tokenizer, largest_id)
+    except ValueError as error:
+        raise ValueError(f"{role} {model.path!r}: {error}; {advice}") from error
+    folder = Path(model_source(model.path))
+    if folder.is_dir() and not [*folder.glob("*token*"), *folder.glob("vocab*")]:
+        logger.warning("%s %r has no tokenizer to compare with that of the policy: %s", role, model.path, advice)
+        return
+    ours = {index: token for token, index in tokenizer.get_vocab().items()}
+    theirs = load_tokenizer(model.model_copy(update={"tokenizer_path": None})).get_vocab()
+    different = [(token, index) for token, index in theirs.items() if ours.get(index, token) != token]
+    if not different:
+        return
+    token, index = min(different, key=lambda item: item[1])
+    difference = (
+        f"{len(different):,} of {len(ours):,} token ids differ: id {index} is {ours[index]!r} for {policy!r} and "
+        f"{token!r} for {model.path!r}"
+    )
+    if len(different) > _DIFFERENT_SHARE * len(ours):
+        raise ValueError(
+            f"the {role} has another tokenizer than the policy: {difference}. {advice[0].upper()}{advice[1:]}"
+        )
+    logger.warning("the tokenizers of policy and %s differ: %s", role, difference)
+
+
+def check_moe(config: schema.Config) -> None:
+    """Expert parallelism and router replay fit the policy.
+
+    Raises:
+        ValueError: a model without experts, or sizes that do not divide.
+    """
+    policy, devices = config.actor_rollout_ref, config.placement.actor_devices
+    actor, records = policy.actor, policy.rollout.enable_rollout_routing_replay
+    is_sharded = strategy_traits(actor.strategy).model_parallel is False
+    size = actor.fsdp_config.expert_parallel_size if is_sharded else 1
+    replays = actor.router_replay.mode != "disabled" or records
+    if size == 1 and not replays:
+        return
+    from verl.engines.expert_parallel import check_experts
+
+    hf_config = read_config(policy.model.path, policy.model.override_config, policy.model.trust_remote_code)
+    ranks = len(devices) if devices else config.trainer.nnodes * config.trainer.n_gpus_per_node
+    check_experts(hf_config, size, ranks)
+    if replays and not experts_of(hf_config):
+        raise ValueError(
+            f"router replay needs a mixture of experts, and {hf_config.model_type} models have no experts: set "
+            "actor.router_replay.mode=disabled and rollout.enable_rollout_routing_replay=false"
+        )
+
+
+def check_megatron(roles: Iterable[tuple[str, schema.ModelConfig, object, str, int]]) -> None:
+    """Models with model-parallel training are supported, and its settings fit them.
+
+    Args:
+        roles: name of the engine's section, model, that section, and the pool of processes that host it with their
+            number.
+
+    Raises:
+        ValueError: another architecture, such as one with images; sizes that do not divide the model or the ranks, or
+            differ between the models of a process; or keys of experts for a model without them.
+    """
+    of_pool: dict[str, tuple[str, dict[str, int]]] = {}
+    for name, model, section, pool, ranks in roles:
+        if not isinstance(section, schema.MegatronConfig):
+            continue
+        from verl.engines.megatron import checks
+
+        hf_config = read_config(model.path, model.override_config, model.trust_remote_code)
+        checks.check_architecture(hf_config, model.path)
+        checks.check_sizes(hf_config, section)
+        checks.check_keys(hf_config, section, name)
+        dense, experts = checks.parallel_sizes(section, ranks)
+        first, expected = of_pool.setdefault(pool, (name, dense | experts))
+        for key, size in (dense | experts).items():
+            if size != expected[key]:
+                raise ValueError(
+                    f"{name}.{key}={size}, but {first}.{key}={expected[key]}: all models of a process need the same "
+                    f"sizes, so remove {name}.{key}, or set placement.{name.split('.')[-2]}_devices"
+                )

@@ -26,7 +26,7 @@ from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rewards import RewardManager, as_reward_manager, load_reward_manager
 from verl.rewards.functions import ScoreFunction, check_registered
-from verl.trainer.checks.model_limits import ModelLimits
+from verl.trainer.checks.models import ModelLimits
 from verl.utils.data_names import with_split
 
 logger = logging.getLogger("verl.trainer")
@@ -92,7 +92,7 @@ def load_sft_inputs(
     tokenizer: Any = None,
 ) -> Inputs:
     """Like `load_inputs`, for SFT."""
-    from verl.data.sft_dataset import SFTDataset
+    from verl.data.sft_dataset import SFTDataset, collate_sft
 
     data, cls = config.data, dataset_class(config, SFTDataset)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
@@ -117,7 +117,8 @@ def load_sft_inputs(
     if val is None and data.val_files:
         data = data.model_copy(update={"max_bad_rows": 0})  # a validation is on all of its rows
         val = load([with_split(file, "test") for file in data.val_files], data.val_max_samples)
-    return Inputs(config.model, tokenizer, train, val, processor=processor)
+    collate = functools.partial(collate_sft, pad_token_id=tokenizer.pad_token_id)
+    return Inputs(config.model, tokenizer, train, val, collate=collate, processor=processor)
 
 
 def _rows_of_run(config: schema.SFTConfig, count: int) -> set[int] | None:
@@ -218,17 +219,17 @@ def reading_threads(dataset: Dataset, data: schema.DataConfig | schema.SFTDataCo
     return threads
 
 
-def prompt_source(data: schema.DataConfig, inputs: Inputs) -> PromptSource:
+def prompt_source(data: schema.DataConfig | schema.SFTDataConfig, inputs: Inputs) -> PromptSource:
     size = data.train_batch_size
     return PromptSource(
         inputs.train_dataset,
         size,
         seed=data.seed,
         shuffle=data.shuffle,
-        weights=data.train_weights,
+        weights=data.get("train_weights"),
         collate=inputs.collate,
         workers=reading_threads(inputs.train_dataset, data),
-        batches_ahead=-(-(data.gen_batch_size or size) // size),
+        batches_ahead=-(-(data.get("gen_batch_size") or size) // size),
     )
 
 
