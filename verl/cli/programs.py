@@ -85,7 +85,6 @@ def merge(arguments: list[str], program: str) -> int:
 
 def quickstart(arguments: list[str], program: str) -> int:
     """examples/quickstart/run.py, also from an installed package."""
-    from verl.cli.programs import FOLDER
     from verl.registry import import_module
 
     before = sys.argv

@@ -22,8 +22,7 @@ declare where they run (`Operator.on`) may overlap if they are independent; each
 same numbers, with and without the overlap.
 
     operator   Operator, HOLD, Stateful; edges and dependencies between operators
-    flow       DataFlow: the list, its edits and its check
-    pipeline   Pipeline: runs batches through the operators
+    flow       DataFlow: the list, its edits and its check; Pipeline: runs batches through the operators
     run        PipelineRun: one batch on its way, and the batch after each operator
 """
 

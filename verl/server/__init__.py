@@ -1,8 +1,7 @@
 """An OpenAI-compatible HTTP server over a rollout engine: `verl serve`, and training of external agents.
 
 protocol      the parameters of a call, and errors in OpenAI's form
-service       calls to engine requests, completions to choices; responses as text, token by token
-tool_calls    tool calls in OpenAI's form
+service       calls to engine requests, completions to choices; responses as text, token by token; tool calls
 app           response bodies and stream chunks, routes, authentication, limits, disconnects
 http          the server in the foreground or in a thread
 agents        agents that are trained: functions and programs
