@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verl import HOLD, DataFlow, DataProto, DataProtoValidationError, Operator
-from verl.dataflow.pipeline import Total
+from verl.dataflow.flow import Total
 
 
 def numbers(rows: int = 3) -> DataProto:

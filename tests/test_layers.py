@@ -23,7 +23,6 @@ LAYERS = {
         "verl.agents",
         "verl.rollout.request",
         "verl.rollout.routed_experts",
-        "verl.rollout.stop_strings",
     ],
     3: ["verl.engines", "verl.rollout", "verl.single_controller", "verl.data", "verl.rewards"],
     3.5: ["verl.server"],

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from verl.batch.containers import MERGED_ENTRIES, Containers, DataProtoConfig, concat_meta_info
-from verl.batch.rows import DataProtoItem, Rows
-from verl.batch.serialization import (
+from verl.batch.containers import (
+    MERGED_ENTRIES,
+    Containers,
+    DataProtoConfig,
+    concat_meta_info,
     deserialize_single_tensor,
     deserialize_tensordict,
     serialize_single_tensor,
@@ -25,6 +27,7 @@ from verl.batch.serialization import (
     union_numpy_dict,
     union_tensor_dict,
 )
+from verl.batch.rows import DataProtoItem, Rows
 from verl.columns import DataProtoValidationError
 from verl.compat.hook import published_names
 

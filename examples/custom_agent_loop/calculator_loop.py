@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl.rollout import AgentLoop, GenerateFn, Prompt, Trajectory, register_agent_loop
-from verl.rollout.stop_strings import StopStrings
+from verl.rollout.request import StopStrings
 
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 EXPRESSION = re.compile(r"[\d+\-*/(). ]{1,100}$")

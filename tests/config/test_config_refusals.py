@@ -12,7 +12,7 @@ from verl.config import (
     check_registered,
     load_config,
 )
-from verl.config.checks.registered import REGISTERED_KINDS
+from verl.config.checks.run import REGISTERED_KINDS
 from verl.config.describe import requirements_of
 from verl.config.fields import fields_of
 from verl.config.schema import Config, EvalConfig, GenerationConfig, SFTConfig

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl.env_check.probe import Probe, at_least, run_probes, version_of
+from verl.env_check.packages import Probe, at_least, run_probes, version_of
 from verl.utils.packages import is_installed
 
 

@@ -229,7 +229,7 @@ def main() -> int:
         run_one(args.one, args.folder, args.device)
         return 0
     from examples.quickstart.tiny_model import tiny_model
-    from verl.rollout.vllm.capabilities import installed_version
+    from verl.rollout.vllm.settings import installed_version
 
     begun, gpus = time.monotonic(), len(installed_gpus()) if args.device == "cuda" else 2
     chosen = [v for v in variants() if v.gpus <= gpus and (not args.only or any(w in v.name for w in args.only))]

@@ -13,9 +13,8 @@ from tests.rollout.test_native import one_by_one
 from tests.rollout.test_native_families import expected_log_probs
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
-from verl.rollout.request import Request, SamplingParams, make_requests
+from verl.rollout.request import Request, SamplingParams, StopStrings, make_requests
 from verl.rollout.sampling import filter_logits
-from verl.rollout.stop_strings import StopStrings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from verl.model_merger.merge import staged, write_config, write_weights
 from verl.model_merger.sources import TensorInfo, assemble
-from verl.model_merger.writing import staged, write_config, write_weights
 
 
 def test_a_failure_leaves_the_target_as_it_was(tmp_path):

@@ -21,7 +21,7 @@ from verl.engines.base import MicroBatching
 from verl.protocol import DataProto
 from verl.rollout.base import ROLLOUT_ENGINES, RolloutEngine, RolloutEnv, make_rollout_engine
 from verl.rollout.request import Completion, Request, SamplingParams, make_requests
-from verl.rollout.sampling import draw, uniform
+from verl.rollout.sampling import check_finite, choose, uniform
 from verl.trainer.ppo.canary import Canary, StaleWeightsError
 from verl.trainer.ppo.weights import RolloutWeights
 from verl.utils.device import resolve_device, resolve_dtype
@@ -369,3 +369,17 @@ def kept(
         preceding = mass[before] if bound >= 0 else mass[before + 1] - ranked.exp()
         passed &= (preceding * math.exp(-bound) < top_p) | (before == 0)
     return dict(zip(tokens[passed].tolist(), ranked[passed].exp().tolist()))
+
+
+def draw(
+    logits: torch.Tensor, params: SamplingParams, sample_ids: torch.Tensor, position: int | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Like `choose`, with uniforms from `params.seed`, `sample_ids` and `position`.
+
+    Raises:
+        ValueError: the logits of a row contain NaN or no finite value; the message names the row.
+    """
+    uniforms = None if params.greedy else uniform(params.seed, sample_ids, position)
+    tokens, log_probs = choose(logits, params, uniforms)
+    check_finite(log_probs, range(len(log_probs)), sample_ids.tolist())
+    return tokens, log_probs

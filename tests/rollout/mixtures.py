@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen2
 
 from verl.modeling.moe import install_routing
 from verl.rollout.base import RolloutEngine
-from verl.rollout.request import Completion, Request, SamplingParams, make_requests
-from verl.rollout.stop_strings import StopStrings
+from verl.rollout.request import Completion, Request, SamplingParams, StopStrings, make_requests
 
 SHAPE = dict(
     vocab_size=53,

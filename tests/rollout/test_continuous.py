@@ -18,8 +18,7 @@ from verl.rollout.base import RolloutEngine
 from verl.rollout.hf import HFRollout
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
-from verl.rollout.request import Completion, Request, SamplingParams, make_requests
-from verl.rollout.stop_strings import StopStrings
+from verl.rollout.request import Completion, Request, SamplingParams, StopStrings, make_requests
 from verl.utils.coroutines import run_coroutine
 
 VOCAB = 29

@@ -44,8 +44,7 @@ from tests.rollout.contract import (
     kept,
     save_model,
 )
-from verl.rollout.request import Completion, Request, SamplingParams, make_requests
-from verl.rollout.stop_strings import StopStrings
+from verl.rollout.request import Completion, Request, SamplingParams, StopStrings, make_requests
 from verl.trainer.guards import faults
 from verl.trainer.ppo.canary import StaleWeightsError
 from verl.weight_sync import SlicedWeights

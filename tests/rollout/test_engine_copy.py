@@ -13,10 +13,8 @@ from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.checks import check_images
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.external import cache_bytes_per_token, check_engine_kwargs
-from verl.rollout.sglang import capabilities as sglang_capabilities
 from verl.rollout.sglang import settings as sglang_settings
 from verl.rollout.traits import engine_traits
-from verl.rollout.vllm import capabilities as vllm_capabilities
 from verl.rollout.vllm import settings as vllm_settings
 from verl.trainer.checks.model_limits import ModelLimits
 
@@ -145,12 +143,12 @@ class Lacking:
     ("probe", "message", "lacking"),
     [
         (
-            vllm_capabilities.probe,
+            vllm_settings.probe,
             r"vLLM 0\.1 lacks LLM\.collective_rpc, LLM\.wake_up, .*tested versions: vllm 0\.24\.0",
             ("LLM.reset_prefix_cache(reset_running_requests)", "EngineArgs(logprobs_mode)", "SamplingParams(seed)"),
         ),
         (
-            partial(sglang_capabilities.probe, on_gpu=True),
+            partial(sglang_settings.probe, on_gpu=True),
             r"SGLang 0\.1 lacks Engine\.async_generate, .*tested versions: 0\.5\.15",
             ("ServerArgs(load_format)",),
         ),
@@ -160,7 +158,7 @@ def test_a_package_that_lacks_something_is_named_with_the_tested_versions(probe,
     monkeypatch.setattr("verl.utils.packages.is_installed", lambda module: True)
     monkeypatch.setattr(external.importlib.metadata, "version", lambda name: "0.1")
     monkeypatch.setattr(external, "_import", lambda module, name: Lacking)
-    monkeypatch.setattr(vllm_capabilities, "set_environment", lambda: None)
+    monkeypatch.setattr(vllm_settings, "set_environment", lambda: None)
     with pytest.raises(ValueError, match=message) as error:
         probe()
     assert all(each in str(error.value) for each in lacking) and "(logprobs)" not in str(error.value)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
+from tests.rollout.contract import draw
 from tests.rollout.test_continuous import VOCAB, at_once, make_engine, make_module, mixed_requests
 from verl.rollout.native.decoder import Decoder
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
 from verl.rollout.request import Request, SamplingParams, make_requests
-from verl.rollout.sampling import draw
 from verl.utils.coroutines import run_coroutine
 
 

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from tests.rollout.contract import draw
 from verl.rollout.request import SamplingParams
-from verl.rollout.sampling import choose, draw, filter_logits, uniform
+from verl.rollout.sampling import choose, filter_logits, uniform
 
 LOGITS = [1.0, 0.2, -0.5, 1.7, 0.9, -3.0, 0.2, 1.1]
 

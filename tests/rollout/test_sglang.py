@@ -21,14 +21,14 @@ from tests.rollout.contract import DEVICE, DTYPE, IS_FLOAT32, KWARGS, SHAPE, rou
 from tests.rollout.mixtures import MIXTURES, check_experts, check_mixture, save_mixture
 from tests.trainer.conftest import make_tiny, run_settings
 from verl.config import load_config, schema
-from verl.config.checks.registered import check_built_in
+from verl.config.checks.run import check_built_in
 from verl.config.errors import ConfigError
 from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.external import OWNED
 from verl.rollout.request import Request, SamplingParams, make_requests
 from verl.rollout.sampling import filter_logits
-from verl.rollout.sglang import capabilities, loader, settings, weights
+from verl.rollout.sglang import loader, settings, weights
 from verl.rollout.sglang.engine import LogitFilter, filter_params
 from verl.utils.device import resolve_device
 
@@ -36,7 +36,7 @@ IS_INSTALLED = importlib.util.find_spec("sglang") is not None
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
 real = pytest.mark.skipif(not IS_INSTALLED, reason="SGLang is not installed: make test-sglang")
 ENV = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
-ABLE = capabilities.Capabilities("test", update_sessions=True, routed_experts=True)
+ABLE = settings.Capabilities("test", update_sessions=True, routed_experts=True)
 
 
 # ---- in the scheduler -----------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def tiny(tmp_path_factory):
 
 @real
 def test_arguments_are_those_of_the_installed_sglang(tiny):
-    known = capabilities.probe(on_gpu=False).arguments
+    known = settings.probe(on_gpu=False).arguments
     assert {"attention_backend", "page_size", *OWNED, *settings._OWNED} - known <= {"tensor_parallel_size"}
     config = schema.RolloutConfig(name="sglang", engine_kwargs=schema.EngineKwargs(sglang={"page_sise": 1}))
     with pytest.raises(ValueError, match=r"engine_kwargs\.sglang\.page_sise: .* did you mean page_size\?"):

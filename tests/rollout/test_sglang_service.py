@@ -14,11 +14,10 @@ from transformers import LlamaConfig
 from verl.config import schema
 from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy
-from verl.rollout.request import Completion, Request, SamplingParams
-from verl.rollout.sglang import capabilities, weights
+from verl.rollout.request import Completion, Request, SamplingParams, StopStrings
+from verl.rollout.sglang import settings, weights
 from verl.rollout.sglang.engine import SglangRollout, arguments_of
 from verl.rollout.sglang.service import FailureHandler, Job, ProcessFailed, Service, shares_of_cores, start_engine
-from verl.rollout.stop_strings import StopStrings
 
 ENV = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
 
@@ -79,7 +78,7 @@ def engine():
 
 @pytest.fixture
 def service(engine):
-    return Service(engine, capabilities.Capabilities("test", update_sessions=False), arguments_of)
+    return Service(engine, settings.Capabilities("test", update_sessions=False), arguments_of)
 
 
 def run(service, *prompts: int, **keys) -> list[Completion]:

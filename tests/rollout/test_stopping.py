@@ -8,8 +8,7 @@ from verl.config import load_config
 from verl.config.schema.offline import GenerationConfig
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
-from verl.rollout.request import SamplingParams, make_requests, stop_strings
-from verl.rollout.stop_strings import StopStrings
+from verl.rollout.request import SamplingParams, StopStrings, make_requests, stop_strings
 
 PIECES = ["a", "b", "ab", "ba", "abc", "", "é"]
 PROMPTS = [[1, 2], [3], [4, 0, 1], [2], [6, 6]] * 4

@@ -19,8 +19,7 @@ from verl.rollout.native.experts import Experts
 from verl.rollout.native.factory import make_native
 from verl.rollout.native.model import read_decoder
 from verl.rollout.native.slices import Slices, check_sizes
-from verl.rollout.request import Request, SamplingParams, make_requests
-from verl.rollout.stop_strings import StopStrings
+from verl.rollout.request import Request, SamplingParams, StopStrings, make_requests
 from verl.rollout.tensor_parallel import TensorParallel
 from verl.trainer.checks.model_limits import ModelLimits
 from verl.utils.coroutines import gather_coroutines, run_coroutine

@@ -27,8 +27,7 @@ from verl.protocol import DataProto
 from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.native.vision import rotary_rows
 from verl.rollout.request import Request, SamplingParams, media_of
-from verl.rollout.vllm.capabilities import Capabilities
-from verl.rollout.vllm.settings import _vision_args
+from verl.rollout.vllm.settings import Capabilities, _vision_args
 from verl.trainer.checks.model_limits import ModelLimits
 
 

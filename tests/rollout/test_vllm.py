@@ -22,9 +22,8 @@ from tests.trainer.conftest import run_settings
 from verl.config import schema
 from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.engine_copy import EngineCopy
-from verl.rollout.request import Request, SamplingParams
-from verl.rollout.stop_strings import StopStrings
-from verl.rollout.vllm import capabilities, settings
+from verl.rollout.request import Request, SamplingParams, StopStrings
+from verl.rollout.vllm import settings
 from verl.rollout.vllm.stepping import Job, Stepper
 from verl.trainer.ppo.canary import StaleWeightsError
 
@@ -248,7 +247,7 @@ def test_all_reduces_of_tensor_parallelism_are_those_of_nccl(given, expected, mo
     for size, fused in ((1, True), (2, True), (2, False)):
         env = RolloutEnv(0, size, 0, torch.device("cpu"), 0, tp_size=size)
         config = schema.RolloutConfig(tensor_model_parallel_size=size, engine_kwargs=kwargs)
-        able = capabilities.Capabilities("x", flat_logprobs=True, async_scheduling=True, fused_all_reduce=fused)
+        able = settings.Capabilities("x", flat_logprobs=True, async_scheduling=True, fused_all_reduce=fused)
         pushed = EngineCopy(config, schema.ModelConfig(path="m"), hf_config, torch.float32, is_trained=True)
         found[size, fused] = settings.engine_args(pushed, env, able)
     assert found[2, True]["compilation_config"] == expected
@@ -262,7 +261,7 @@ def test_all_reduces_of_tensor_parallelism_are_those_of_nccl(given, expected, mo
     for name in ("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    capabilities.set_environment()
+    settings.set_environment()
     assert os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] == os.environ["VLLM_ALLREDUCE_USE_FLASHINFER"] == "0"
 
 

@@ -18,7 +18,7 @@ from verl.rollout.adapters import AdaptedLayers
 from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.vllm.adapters import VllmAdapterReceiver, lora_args, obstacles
-from verl.rollout.vllm.capabilities import Capabilities, probe
+from verl.rollout.vllm.settings import Capabilities, probe
 from verl.trainer.ppo.canary import StaleWeightsError
 
 pytest.importorskip("peft")

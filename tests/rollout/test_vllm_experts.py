@@ -24,8 +24,8 @@ from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.request import Request, SamplingParams
 from verl.rollout.routed_experts import layers_with_experts
-from verl.rollout.vllm import capabilities, settings
-from verl.rollout.vllm.experts import expert_layers
+from verl.rollout.vllm import settings
+from verl.rollout.vllm.slices import expert_layers
 from verl.trainer.ppo.canary import StaleWeightsError
 from verl.weight_sync import ReplicaSync, local_sync
 
@@ -47,7 +47,7 @@ def copy_of(hf_config, **keys) -> EngineCopy:
 
 def test_experts_are_computed_by_kernels_with_the_layout_of_their_weights(monkeypatch):
     monkeypatch.setattr(settings, "memory_share", lambda asked, device: asked)
-    able = capabilities.Capabilities("x", flat_logprobs=True, async_scheduling=True, fused_all_reduce=True)
+    able = settings.Capabilities("x", flat_logprobs=True, async_scheduling=True, fused_all_reduce=True)
     dense = LlamaConfig(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
     on_gpu = replace(ENV, device=torch.device("cuda", 0))
     for config, env, expected in ((MIXTURE, on_gpu, "triton"), (MIXTURE, ENV, None), (dense, on_gpu, None)):
@@ -75,7 +75,7 @@ def test_the_experts_of_a_rollout_are_refused_where_vllm_does_not_report_them(mo
     monkeypatch.setattr(settings, "memory_share", lambda asked, device: asked)
     on_gpu, made = replace(ENV, device=torch.device("cuda")), copy_of(MIXTURE, enable_rollout_routing_replay=True)
     for env, reports, refused in ((on_gpu, True, False), (on_gpu, False, True), (ENV, True, True)):
-        able = capabilities.Capabilities(
+        able = settings.Capabilities(
             "0.1", flat_logprobs=True, async_scheduling=True, fused_all_reduce=True, routed_experts=reports
         )
         if refused:

@@ -11,7 +11,31 @@ from tensordict import TensorDict, TensorDictBase
 
 from verl.columns import DataProtoValidationError, check_layout
 from verl.registry import did_you_mean
-from verl.utils.equality import same
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are equal; NaN equals NaN.
+
+    Tensors are equal if shape, dtype and all entries are, on any device. A tensor, an array and a list are never equal
+    to each other.
+    """
+    if a is b:
+        return True
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        b = b.to(a.device)
+        return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a.shape == b.shape and all(map(same, a.ravel().tolist(), b.ravel().tolist()))
+    if isinstance(a, torch.Tensor | np.ndarray) or isinstance(b, torch.Tensor | np.ndarray):
+        return False
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b) or bool(a != a and b != b)
+
 
 # entries of meta_info that every operator adds to: merged, while other entries are replaced
 MERGED_ENTRIES = ("metrics", "timing")
@@ -336,3 +360,63 @@ def _append_values(lists: dict[str, list], values: Mapping[str, Any]) -> None:
     """Append each value to the list of its name; a list, as an earlier concat made it, is appended value by value."""
     for name, value in values.items():
         lists.setdefault(name, []).extend(value if isinstance(value, list) else [value])
+
+
+# ---- plain containers, under the names of public verl ---------------------------------------------------------------
+
+
+def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
+    """Add the entries of the second TensorDict to the first, in place, and return it.
+
+    Raises:
+        DataProtoValidationError: if the batch sizes differ, or an entry of both has different contents.
+    """
+    if tensor_dict1.batch_size != tensor_dict2.batch_size:
+        raise DataProtoValidationError(
+            f"union: expected equal batch sizes, found {tensor_dict1.batch_size} and {tensor_dict2.batch_size}"
+        )
+    return _union(tensor_dict1, tensor_dict2)
+
+
+def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Add the arrays of the second dict to the first, in place, and return it.
+
+    Raises:
+        DataProtoValidationError: if an array of both has different contents.
+    """
+    return _union(tensor_dict1, tensor_dict2)
+
+
+def _union(first: Any, second: Any) -> Any:
+    for name in set(first.keys()) & set(second.keys()):
+        if not same(first[name], second[name]):
+            raise DataProtoValidationError(f"union: {name!r} is in both with different contents")
+    for name, value in second.items():
+        first[name] = value
+    return first
+
+
+def serialize_single_tensor(obj: torch.Tensor) -> tuple[str, tuple[int, ...], Any]:
+    """Convert a tensor to (dtype, shape, bytes as a uint8 array)."""
+    data = obj.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return str(obj.dtype).removeprefix("torch."), tuple(obj.shape), data
+
+
+def deserialize_single_tensor(arr: tuple[str, Iterable[int], Any]) -> torch.Tensor:
+    """Undo `serialize_single_tensor`."""
+    dtype, shape, data = arr
+    flat = torch.tensor(np.frombuffer(bytes(data), dtype=np.uint8))
+    return flat.view(getattr(torch, dtype)).view(tuple(shape))
+
+
+def serialize_tensordict(batch: TensorDict) -> tuple[tuple[int, ...], str | None, dict[str, Any]]:
+    """Convert a TensorDict of tensors to (batch size, device, name -> serialized tensor)."""
+    device = None if batch.device is None else str(batch.device)
+    return tuple(batch.batch_size), device, {k: serialize_single_tensor(v) for k, v in batch.items()}
+
+
+def deserialize_tensordict(arr: tuple[Iterable[int], str | None, dict[str, Any]]) -> TensorDict:
+    """Undo `serialize_tensordict`."""
+    batch_size, device, entries = arr
+    tensors = {k: deserialize_single_tensor(v) for k, v in entries.items()}
+    return TensorDict(tensors, batch_size=batch_size, device=device)

@@ -60,7 +60,7 @@ _MANAGERS = {
 _WORKER = _same_names("verl.single_controller.worker", "Worker")
 _WORKER_GROUP = {
     **_same_names("verl.single_controller.worker_group", "WorkerGroup"),
-    **_same_names("verl.single_controller.placement", "ResourcePool"),
+    **_same_names("verl.single_controller.cluster", "ResourcePool"),
 }
 _RLHF_DATASET = _same_names("verl.data.rlhf_dataset", "RLHFDataset")
 _SFT_DATASET = _same_names("verl.data.sft_dataset", "SFTDataset")
@@ -269,6 +269,6 @@ PUBLISHED: dict[str, dict[str, str]] = {
     "verl.experimental.dataset.sampler": {ANY: "data.shuffle and data.seed define the order of the prompts"},
     "verl.tools.tool_registry": _TOOLS,
     "verl.tools.utils.tool_registry": _TOOLS,
-    "verl.interactions.base": {"BaseInteraction": "verl.agents.tools.interactions:BaseInteraction"},
+    "verl.interactions.base": {"BaseInteraction": "verl.agents.tools.base_tool:BaseInteraction"},
     "verl.base_config": {"BaseConfig": "verl.config.fields:Section"},
 }

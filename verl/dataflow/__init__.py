@@ -22,12 +22,11 @@ declare where they run (`Operator.on`) may overlap if they are independent; each
 same numbers, with and without the overlap.
 
     operator   Operator, HOLD, Stateful; edges and dependencies between operators
-    flow       DataFlow: the list, its edits and its check
-    pipeline   Pipeline: runs batches through the operators
+    flow       DataFlow: the list, its edits and its check; Pipeline: runs batches through the operators
     run        PipelineRun: one batch on its way, and the batch after each operator
 """
 
-from verl.dataflow.flow import DataFlow
+from verl.dataflow.flow import DataFlow, Pipeline
 from verl.dataflow.operator import (
     CONTROLLER,
     HOLD,
@@ -38,7 +37,6 @@ from verl.dataflow.operator import (
     running,
     running_operator,
 )
-from verl.dataflow.pipeline import Pipeline
 
 __all__ = [
     "CONTROLLER",

@@ -16,9 +16,8 @@ from safetensors.torch import _getdtype
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from verl.checkpoints.boxes import BoxLoadPlanner, Region
 from verl.checkpoints.safetensors_files import SafetensorsFiles, has_weights
-from verl.checkpoints.shard_files import ShardReader
+from verl.checkpoints.shard_files import BoxLoadPlanner, Region, ShardReader
 from verl.utils.paths import expanded
 
 Shape = tuple[int, ...]

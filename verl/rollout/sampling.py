@@ -139,20 +139,6 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return block * _BLOCK + _invert(inside, ((target - lower) / (upper - lower)).clamp_max_(_BELOW_ONE))
 
 
-def draw(
-    logits: torch.Tensor, params: SamplingParams, sample_ids: torch.Tensor, position: int | torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like `choose`, with uniforms from `params.seed`, `sample_ids` and `position`.
-
-    Raises:
-        ValueError: the logits of a row contain NaN or no finite value; the message names the row.
-    """
-    uniforms = None if params.greedy else uniform(params.seed, sample_ids, position)
-    tokens, log_probs = choose(logits, params, uniforms)
-    check_finite(log_probs, range(len(log_probs)), sample_ids.tolist())
-    return tokens, log_probs
-
-
 def check_finite(log_probs: torch.Tensor, rows, sample_ids) -> None:
     """Raise ValueError that names the first row with a non-finite log-prob (B,). rows, sample_ids: B integers."""
     if not bool(log_probs.isfinite().all()):

@@ -59,15 +59,3 @@ def describe(name: str) -> str:
     metric = find(name)
     text = f"{metric.meaning} {metric.watch}".strip() if metric else ""
     return re.sub(r"`|\[([^]]*)\]\([^)]*\)", lambda match: match[1] or "", text)
-
-
-def page() -> str:
-    """The tables of docs/metrics.md."""
-    lines = []
-    for section, entries in itertools.groupby(metrics(), lambda metric: metric.section):
-        lines += [f"## {section}", "", "| metric | unit | meaning | healthy, or what to do |", "|---|---|---|---|"]
-        for metric in entries:
-            cells = (f"`{metric.names}`", metric.unit, metric.meaning, metric.watch)
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        lines.append("")
-    return "\n".join(lines)

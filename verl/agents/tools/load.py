@@ -13,9 +13,8 @@ from verl.registry import did_you_mean, import_module, load_object
 from verl.utils.paths import expanded, resolved
 
 if TYPE_CHECKING:  # most runs have no tools
-    from verl.agents.tools.base_tool import BaseTool
+    from verl.agents.tools.base_tool import BaseInteraction, BaseTool
     from verl.agents.tools.function_tool import FunctionTool
-    from verl.agents.tools.interactions import BaseInteraction
     from verl.agents.tools.schemas import OpenAIFunctionToolSchema
 
 Tool: TypeAlias = "BaseTool | FunctionTool"

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.config import Config, Problem
+from verl.trainer.checks.preflight import Recipe
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.startup.recipe import Recipe
 
 
 def check_settings(config: Config) -> Iterator[Problem]:

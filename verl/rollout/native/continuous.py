@@ -18,8 +18,7 @@ import torch
 
 from verl.rollout.base import RolloutStats, fail
 from verl.rollout.native.scheduler import Row, SlotScheduler, admission_order
-from verl.rollout.request import Completion, Request, SamplingParams, batches_of, matches_ids
-from verl.rollout.stop_strings import SEARCH_INTERVAL
+from verl.rollout.request import SEARCH_INTERVAL, Completion, Request, SamplingParams, batches_of, matches_ids
 
 if TYPE_CHECKING:
     from verl.rollout.native.engine import NativeRollout

@@ -13,9 +13,8 @@ from verl.rollout.checks import check_request
 from verl.rollout.native.decoder import Decoder
 from verl.rollout.native.torch_decoder import TorchDecoder
 from verl.rollout.native.vision import PromptImages
-from verl.rollout.request import Completion, Request, SamplingParams
+from verl.rollout.request import SEARCH_INTERVAL, Completion, Request, SamplingParams, StopStrings
 from verl.rollout.sampling import check_finite, uniform
-from verl.rollout.stop_strings import SEARCH_INTERVAL, StopStrings
 
 #: steps for which random numbers are generated at once, and after which log-probs are checked
 _BLOCK_STEPS = 32

@@ -12,11 +12,10 @@ from verl.rollout.base import RolloutEngine, RolloutEnv, SharesWeights
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.external import check_not_deterministic
 from verl.rollout.sglang.adapters import FollowerAdapterReceiver, lora_args, make_receiver, obstacles, with_adapter
-from verl.rollout.sglang.capabilities import probe
 from verl.rollout.sglang.engine import SglangFollower, SglangRollout, arguments_of, decode_experts
 from verl.rollout.sglang.images import MediaReader, take_processed
 from verl.rollout.sglang.service import FailureHandler, Service, start_engine
-from verl.rollout.sglang.settings import engine_args
+from verl.rollout.sglang.settings import engine_args, probe
 from verl.rollout.sglang.weights import SglangMemory
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import numpy as np
 from verl.rollout.engine_copy import EngineJob, EngineRequests, running_error
 from verl.rollout.request import Completion, FinishReason, Request
 from verl.rollout.routed_experts import extended
-from verl.rollout.sglang.capabilities import Capabilities
+from verl.rollout.sglang.settings import Capabilities
 
 log = logging.getLogger(__name__)
 

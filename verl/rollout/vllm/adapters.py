@@ -14,7 +14,7 @@ from verl.modeling.huggingface import experts_of
 from verl.modeling.vision import is_vision_config
 from verl.rollout.adapters import AdaptedLayers, AppliedAdapters
 from verl.rollout.engine_copy import EngineCopy
-from verl.rollout.vllm.capabilities import Capabilities
+from verl.rollout.vllm.settings import Capabilities
 from verl.rollout.vllm.slices import ParameterNames
 from verl.rollout.vllm.weights import VllmReceiver
 from verl.weight_sync.verify import sum_of_bits, wrap

@@ -12,7 +12,7 @@ from verl.rollout.checks import unexpanded_prompt
 from verl.rollout.engine_copy import CopyRollout, EngineCopy, EngineMemory
 from verl.rollout.request import Completion, Request
 from verl.rollout.vllm.adapters import VllmAdapterReceiver, lora_request
-from verl.rollout.vllm.capabilities import Capabilities
+from verl.rollout.vllm.settings import Capabilities
 from verl.rollout.vllm.stepping import Channel, Job, Stepper
 from verl.rollout.vllm.weights import VllmSliceReceiver
 from verl.utils.rng import fork_seed

@@ -17,9 +17,8 @@ from verl.rollout.base import RolloutEnv, SharesWeights
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.external import check_not_deterministic
 from verl.rollout.vllm.adapters import lora_args, obstacles
-from verl.rollout.vllm.capabilities import probe
 from verl.rollout.vllm.engine import VllmRollout
-from verl.rollout.vllm.settings import engine_args, join_process_group, launcher_variables
+from verl.rollout.vllm.settings import engine_args, join_process_group, launcher_variables, probe
 from verl.utils.rng import rng_state, set_rng_state
 
 

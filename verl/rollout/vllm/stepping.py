@@ -19,9 +19,8 @@ import numpy as np
 
 from verl.rollout.base import fail
 from verl.rollout.engine_copy import EngineJob, EngineRequests, running_error
-from verl.rollout.request import Completion, FinishReason, Request
+from verl.rollout.request import SEARCH_INTERVAL, Completion, FinishReason, Request
 from verl.rollout.routed_experts import cut
-from verl.rollout.stop_strings import SEARCH_INTERVAL
 
 
 @dataclass(eq=False)

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from verl.rollout.engine_copy import EngineReceiver
-from verl.rollout.vllm.experts import expert_layers, unpacked
-from verl.rollout.vllm.slices import NotSliced, ParameterNames, Slices, find_slices
+from verl.rollout.vllm.slices import NotSliced, ParameterNames, Slices, expert_layers, find_slices, unpacked
 from verl.rollout.vllm.stepping import Job
 from verl.weight_sync.base import SlicedWeights, StoredWeights, check_parameters, describe_error
 from verl.weight_sync.reshard.plan import Stored

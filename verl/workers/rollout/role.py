@@ -15,9 +15,8 @@ from verl.data.sequences import build_sequences
 from verl.engines.base import TrainEngine
 from verl.protocol import DataProto
 from verl.rollout.base import RolloutEnv, make_rollout_engine
-from verl.rollout.request import FILTERS, Completion, Request, SamplingParams, check_completions, media_of
+from verl.rollout.request import FILTERS, Completion, Request, SamplingParams, StopStrings, check_completions, media_of
 from verl.rollout.routed_experts import routed_experts_column
-from verl.rollout.stop_strings import StopStrings
 from verl.utils.coroutines import gather_coroutines, run_coroutine
 from verl.utils.rng import fork_seed
 from verl.weight_sync import SyncReport, WeightSync, local_sync
