@@ -7,7 +7,8 @@ import pickle
 import pytest
 import torch
 
-from verl.algorithms import LOSS_AGG_MODES, LossAggregation, agg_loss, mean_parts, merge_metrics
+from tests.algorithms.merging import merge_metrics
+from verl.algorithms import LOSS_AGG_MODES, LossAggregation, agg_loss, mean_parts
 from verl.algorithms.masked import Groups, masked_mean, masked_sum, masked_var, masked_whiten, mean_over
 
 MASK = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0], [1, 0, 0, 0], [0, 1, 1, 1]])
@@ -160,23 +161,6 @@ def test_pairs_merge_to_the_value_on_the_whole():
     # The mean of the means is something else: a micro-batch with one token would weigh as much as one with ten.
     means = [float(total / count) for total, count in (one["m"] for one in parts[::2])]
     assert merge_metrics(parts)["m"] != pytest.approx(sum(means) / 2)
-
-
-def test_merging_of_numbers():
-    metrics = [{"lr": 1.0, "grad_norm_max": 3, "x/min": 2.0, "a": 5.0}, {"lr": 3.0, "grad_norm_max": 7, "x/min": -1}]
-    assert merge_metrics(metrics) == {"lr": 2.0, "grad_norm_max": 7.0, "x/min": -1.0, "a": 5.0}
-    assert merge_metrics(metrics, weights=[3, 1])["lr"] == 1.5
-    assert merge_metrics([{"softmax": 1.0}, {"softmax": 2.0}]) == {"softmax": 1.5}
-    assert merge_metrics([{"t": torch.tensor(2.0)}]) == {"t": 2.0}
-    assert merge_metrics([{"p": (0.0, 0)}]) == {"p": 0.0}
-    assert merge_metrics([]) == {}
-
-
-def test_what_cannot_be_merged_is_an_error():
-    with pytest.raises(ValueError, match=r"'m': expected .sum, count. pairs or numbers, found both"):
-        merge_metrics([{"m": (1.0, 2)}, {"m": 0.5}])
-    with pytest.raises(ValueError, match=r"one weight per dictionary of metrics \(1\), found 2"):
-        merge_metrics([{"m": 1.0}], weights=[1, 2])
 
 
 def test_mean_over():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.algorithms.merging import merge_metrics
 from verl import DataProto
 from verl.algorithms import (
     ADV_ESTIMATOR_REGISTRY,
@@ -17,7 +18,6 @@ from verl.algorithms import (
     LossAggregation,
     bind_arguments,
     core_algos,
-    merge_metrics,
     policy_losses,
     register_adv_est,
     register_policy_loss,

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from verl.algorithms import LossAggregation, apply_kl_penalty, get_kl_controller, kl_loss, kl_penalty, merge_metrics
+from tests.algorithms.merging import merge_metrics
+from verl.algorithms import LossAggregation, apply_kl_penalty, get_kl_controller, kl_loss, kl_penalty
 from verl.algorithms.kl import KL_KINDS
 
 ESTIMATORS = [kind + plus for kind in KL_KINDS if kind != "full" for plus in ("", "+")]

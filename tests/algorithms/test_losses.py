@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from verl.algorithms import LOSS_AGG_MODES, LossAggregation, entropy_loss, merge_metrics, sft_nll, value_loss
+from tests.algorithms.merging import merge_metrics
+from verl.algorithms import LOSS_AGG_MODES, LossAggregation, entropy_loss, sft_nll, value_loss
 from verl.algorithms.actor_loss import actor_loss
 from verl.algorithms.kl import entropy_from_logits, sum_pi_squared_from_logits
 from verl.algorithms.policy_losses import register_policy_loss

@@ -9,13 +9,13 @@ import math
 import pytest
 import torch
 
+from tests.algorithms.merging import merge_metrics
 from verl.algorithms import (
     LOSS_AGG_MODES,
     POLICY_LOSS_REGISTRY,
     LossAggregation,
     bind_arguments,
     get_policy_loss_fn,
-    merge_metrics,
 )
 from verl.algorithms.policy_losses import FIXED_AGG_MODE, SELECTS_PER_MICRO_BATCH
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl.algorithms import merge_metrics
+from tests.algorithms.merging import merge_metrics
 from verl.algorithms.preference import dpo_loss, select_pairs, sequence_log_prob
 from verl.algorithms.prime import implicit_process_rewards, prime_loss
 

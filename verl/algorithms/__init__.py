@@ -32,7 +32,6 @@ from verl.algorithms.masked import (
     masked_var,
     masked_whiten,
     mean_parts,
-    merge_metrics,
 )
 from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY, get_policy_loss_fn, register_policy_loss
 from verl.algorithms.rollout_correction import compute_rollout_correction_and_rejection_mask
@@ -58,7 +57,6 @@ __all__ = [
     "masked_var",
     "masked_whiten",
     "mean_parts",
-    "merge_metrics",
     "missing_settings",
     "off_policy_losses",
     "preference",

@@ -25,7 +25,7 @@ from verl.algorithms import token_baselines as _token_baselines
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn, register_adv_est
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController, kl_penalty
 from verl.algorithms.kl import entropy_loss as compute_entropy_loss
-from verl.algorithms.masked import LossAggregation, agg_loss, merge_metrics
+from verl.algorithms.masked import LossAggregation, agg_loss
 from verl.algorithms.policy_losses import (
     POLICY_LOSS_REGISTRY,
     PolicyLossFn,
@@ -187,7 +187,7 @@ def compute_value_loss(
     }
     agg = _aggregation(loss_agg_mode, response_mask, counts)
     loss, metrics = _kl.value_loss(vpreds, returns, values, response_mask, agg, cliprange_value=cliprange_value)
-    return loss * dp_size, torch.tensor(merge_metrics([metrics])["critic/vf_clipfrac"])
+    return loss * dp_size, torch.tensor(_means(metrics)["critic/vf_clipfrac"])
 
 
 def kl_penalty_forward(logprob, ref_logprob, kl_penalty):
@@ -269,6 +269,12 @@ def _aggregation(mode: str, response_mask: torch.Tensor, counts: Mapping[str, An
     )
 
 
+def _means(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a loss as numbers: of a pair (sum, count) the mean, 0 without a count."""
+    pairs = {name: value if isinstance(value, tuple) else (value, 1) for name, value in metrics.items()}
+    return {name: float(total) / float(count) if count else 0.0 for name, (total, count) in pairs.items()}
+
+
 def _policy_loss(name: str) -> Callable:
     """Return a policy loss with public verl's parameters."""
     fn = POLICY_LOSS_REGISTRY[name]
@@ -291,7 +297,7 @@ def _policy_loss(name: str) -> Callable:
         dp_size = info.pop("dp_size", None) or 1
         agg = _aggregation(loss_agg_mode, response_mask, info)
         loss, metrics = fn(old_log_prob, log_prob, advantages, response_mask, agg, **settings)
-        return loss * dp_size, merge_metrics([metrics])
+        return loss * dp_size, _means(metrics)
 
     compute.__name__ = compute.__qualname__ = f"compute_policy_loss_{name}"
     compute.__doc__ = f"`{fn.__module__.removeprefix('verl.algorithms.')}.{fn.__name__}` with public verl's arguments."

@@ -6,10 +6,10 @@ padding cannot reach a loss or a gradient.
 - `masked_sum masked_mean masked_var masked_whiten zero_padding`: masked statistics
 - `Groups`: statistics over the samples of one prompt
 - `LossAggregation`, `agg_loss`: a scalar from a matrix of token losses, independent of how the batch is split
-- `mean_parts`, `Largest`, `merge_metrics`: metrics that merge exactly over micro-batches and ranks
+- `mean_parts`, `Largest`: metrics that merge exactly over micro-batches and ranks
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -286,46 +286,3 @@ class Largest:
 def mean_parts(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the masked (sum, count) of `x`, detached: a metric that merges exactly."""
     return masked_sum(x.detach(), mask), mask.bool().sum()
-
-
-def merge_metrics(metrics: Iterable[Mapping[str, object]], weights: Iterable[float] | None = None) -> dict[str, float]:
-    """Merge the metrics of several micro-batches or ranks into one dictionary of floats.
-
-    - a pair (sum, count): the total sum over the total count; 0 if the count is 0
-    - a number whose name ends in `_max`, `/max`, `_min` or `/min`: the maximum or minimum
-    - any other number: the mean, weighted by `weights`
-
-    Args:
-        metrics: one dictionary per micro-batch or rank. A name may be missing from some of them.
-        weights: one per dictionary; equal by default.
-
-    Raises:
-        ValueError: if a name is a pair in one dictionary and a number in another, or the number of weights differs.
-    """
-    metrics = list(metrics)
-    weights = [1.0] * len(metrics) if weights is None else [float(weight) for weight in weights]
-    if len(weights) != len(metrics):
-        raise ValueError(f"expected one weight per dictionary of metrics ({len(metrics)}), found {len(weights)}")
-    entries: dict[str, list[tuple[object, float]]] = {}
-    for weight, reported in zip(weights, metrics):
-        for name, value in reported.items():
-            entries.setdefault(name, []).append((value, weight))
-    return {name: _merge_one(name, values) for name, values in entries.items()}
-
-
-def _merge_one(name: str, values: list[tuple[object, float]]) -> float:
-    pairs = [value for value, _ in values if isinstance(value, tuple)]
-    if pairs and len(pairs) != len(values):
-        raise ValueError(
-            f"metric {name!r}: expected (sum, count) pairs or numbers, found both: use one of them everywhere"
-        )
-    if pairs:
-        total, count = (sum(float(x) for x in values) for values in zip(*pairs))
-        return total / count if count else 0.0
-    numbers = [float(value) for value, _ in values]
-    if name.endswith(("_max", "/max")):
-        return max(numbers)
-    if name.endswith(("_min", "/min")):
-        return min(numbers)
-    total_weight = sum(weight for _, weight in values)
-    return sum(number * weight for number, (_, weight) in zip(numbers, values)) / total_weight if total_weight else 0.0
