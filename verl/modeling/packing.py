@@ -38,8 +38,6 @@ def padding_reason(module: nn.Module) -> str | None:
     if is_vision_config(module.config) and module.config.model_type not in PACKED:
         return "image tokens attend to each other in both directions, or are placed by the model"
     decoder = language_model_of(module) if is_vision_config(module.config) else trunk_of(module)
-    if "position_ids" not in inspect.signature(decoder.forward).parameters:
-        return f"{type(decoder).__name__} computes the positions of its tokens"
     others = set(getattr(decoder.config, "layer_types", None) or ()) - {*ATTENTION_LAYERS}
     if others:
         return f"it has layers of the types {', '.join(sorted(others))}"
@@ -47,9 +45,10 @@ def padding_reason(module: nn.Module) -> str | None:
     readers = [layer for layer in readers if not any(_reads_tokens(part) for part in layer.modules() if part != layer)]
     state = [layer for layer in readers if not _calls_attention(layer, decoder.config)]
     state += [layer for layer in decoder.modules() if isinstance(layer, nn.modules.conv._ConvNd)]
-    if state or not readers:
-        kinds = sorted({type(layer).__name__ for layer in state}) or ["no attention layer"]
-        return f"{', '.join(kinds)} cannot be told where a row ends"
+    if state:
+        return f"{', '.join(sorted({type(layer).__name__ for layer in state}))} cannot be told where a row ends"
+    if not readers or "position_ids" not in inspect.signature(decoder.forward).parameters:
+        return f"{type(decoder).__name__} cannot be told the positions of tokens"
     return None
 
 
