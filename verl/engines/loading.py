@@ -17,7 +17,7 @@ from verl.engines.base import EngineSpec, Tensors
 from verl.engines.memory import HOST
 from verl.modeling import attention, vision
 from verl.modeling.casting import autocast_dtype
-from verl.modeling.huggingface import LMHead, load_pretrained, read_config, trunk_of
+from verl.modeling.huggingface import LMHead, load_pretrained, needs_trust, read_config, trunk_of
 from verl.modeling.layers import Kernels
 from verl.modeling.log_probs import token_statistics
 from verl.modeling.moe import install_routing
@@ -259,9 +259,11 @@ def _check_vision(spec: ModelSpec, hf: Any) -> None:
 
 def _check_architecture(auto: Any, hf: Any, section: schema.ModelConfig) -> None:
     """Raise ValueError if transformers has no model of this kind for the config."""
-    has_own_code = section.trust_remote_code and auto.__name__ in (hf.to_dict().get("auto_map") or {})
-    if has_own_code or type(hf) in auto._model_mapping:
+    has_own_code = auto.__name__ in (hf.to_dict().get("auto_map") or {})
+    if (has_own_code and section.trust_remote_code) or type(hf) in auto._model_mapping:
         return
+    if has_own_code:
+        raise ValueError(needs_trust(section.path))
     if {"vision_config", "audio_config"} & set(type(hf).sub_configs):
         raise ValueError(
             f"{section.path}: {type(hf).__name__} is a multimodal model that transformers does not offer as "
@@ -353,6 +355,8 @@ def checked(module: nn.Module, spec: ModelSpec) -> nn.Module:
     model, is_policy = TokenModel(module, spec), spec.kind == "causal_lm"
     lengths, vocab_size, device = (5, 6), model.vocab_size, module.device
     ids = torch.tensor([[1, 2, 3, 4, 5, 0], [1, 2, 3, 6, 7, 8]]) % vocab_size
+    if (pad_id := getattr(module.config.get_text_config(), "pad_token_id", None)) is not None:
+        ids[ids == pad_id] = (pad_id + 9) % vocab_size  # a classifier reads the last token that is no padding
     mask = (torch.arange(6) < torch.tensor(lengths)[:, None]).long()
     columns = {"input_ids": ids, "attention_mask": mask, "responses": ids[:, 3:]}
     columns["position_ids"] = torch.arange(6).expand(2, 6)
@@ -369,7 +373,7 @@ def checked(module: nn.Module, spec: ModelSpec) -> nn.Module:
     if packs:
         attention.use_default_attention(module)
     alone = [module(row[None, :n].to(device), use_cache=False).logits[0] for row, n in zip(ids, lengths)]
-    expected = torch.cat([logits[2:-1] for logits in alone] if is_policy else alone)
+    expected = torch.cat([logits[2:-1] for logits in alone] if is_policy else [logits[None] for logits in alone])
     difference, scale = (computed - expected).abs().max().item(), expected.abs().max().item()
     # 16 bits: two kernels round differently
     if difference <= (1e-3 if module.dtype.itemsize > 2 else 0.1) * scale + 1e-4:
@@ -402,10 +406,11 @@ class TokenModel(nn.Module):
         self.vision = VisionForward(module) if vision.is_vision_config(module.config) else None
         self.batch_invariant = spec.kernels == "batch_invariant"
         self.routing = install_routing(module)
-        if self.batch_invariant and self.routing is not None:
+        if self.batch_invariant and (self.routing is not None or not attention.is_packed(module)):
+            reason = "pads its rows" if self.routing is None else "is a mixture of experts"
             raise ValueError(
-                f"rollout.deterministic=true: {type(module).__name__} is a mixture of experts, which has no "
-                "batch-invariant kernels: use false"
+                f"rollout.deterministic=true: {type(module).__name__} {reason}, which has no batch-invariant kernels: "
+                "use false"
             )
 
     def forward(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> Tensors:

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from verl.modeling.batch_invariant.model import BatchInvariantForward
 
 logger = logging.getLogger("verl.engines")
+log_once = functools.cache(logger.info)  # several engines of a process have one model
 
 _INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 
@@ -93,7 +94,8 @@ class TorchEngine(TrainEngine):
         self.packs = is_packed(self.module)
         if spec.model.use_remove_padding and not self.packs and self.sharding.is_first_rank:
             reason = padding_reason(self.module) or "packed rows do not get the logits of each row alone"
-            log_padding(type(self.module).__name__, reason)
+            name = type(self.module).__name__
+            log_once("%s: rows are padded instead of packed, and each computes its prompt: %s", name, reason)
         self.module.eval()
         self.adapters: Adapters | None = None
         if self.model_spec.section.has_adapters:
@@ -101,8 +103,7 @@ class TorchEngine(TrainEngine):
 
             self.adapters = lora.Adapters(self.module)
         else:
-            for parameter in self.module.parameters():  # what the model has frozen, such as sinusoids, stays frozen
-                parameter.requires_grad_(trains and parameter.requires_grad)
+            self.module.requires_grad_(trains)
         if trains and spec.model.freeze_vision_tower:
             tower_of(self.module)[1].requires_grad_(False)
         self._checkpoints_activations = False
@@ -218,8 +219,8 @@ class TorchEngine(TrainEngine):
         # a prompt is computed once for all its rows if attention processes all rows in one call
         shared_prefix = shares_prefix and self.packs and self.sharding.sp_size == 1
         shared_prefix = shared_prefix and attends_in_one_call(lengths, self.model_spec.compute_dtype, self.device)
-        shared = columns if shared_prefix else None
-        rows = plan_micro_batches(lengths, micro, shared, self.sharding.sp_size, not self.packs)
+        shared, ranks = columns if shared_prefix else None, self.sharding.sp_size
+        rows = plan_micro_batches(lengths, micro, shared, ranks, padded=not self.packs)
         return _Plan(self.sharding.equalize(rows), shared_prefix)
 
     def _choose_micro_batching(self, lengths: list[int], micro: MicroBatching, images: bool = False) -> MicroBatching:
@@ -488,12 +489,6 @@ class TorchEngine(TrainEngine):
 def make_torch_engine(spec: EngineSpec) -> TorchEngine:
     """Factory of the strategies "fsdp" and "fsdp2"."""
     return TorchEngine(spec, make_sharding(spec))
-
-
-@functools.cache
-def log_padding(model: str, reason: str) -> None:
-    """Log, once per process, that rows of a model are padded although the configuration packs them."""
-    logger.info("%s: rows are padded instead of packed, and each computes its prompt: %s", model, reason)
 
 
 def _detached(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, torch.Tensor]]:
