@@ -1,6 +1,7 @@
 """Overhead of calling a reward function, in microseconds per sample. Prints one JSON line.
 
     python benchmarks/rewards.py [--samples 512] [--repeats 20]
+    python benchmarks/rewards.py --code [--samples 40]     # milliseconds per program of `code`, by form of tests
 
 Medians for a function that compares two strings: `none` calls it in the trainer's process (reward.isolation=none),
 `process` in a worker process (reward.isolation=process, the default). `prime` calls it in a pool of --processes.
@@ -17,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from verl.rewards import load_reward_manager
+from verl.rewards import default_compute_score, load_reward_manager
 from verl.rewards.managers import NaiveRewardManager
 from verl.rewards.outcome import Sample
 
@@ -36,12 +37,39 @@ def microseconds(manager: NaiveRewardManager, samples: Sequence[Sample]) -> floa
     return seconds / len(samples) * 1e6
 
 
+PROGRAM = (
+    "Here it is:\n```python\ndef f(x):\n    return x + 1\nif __name__ == '__main__':\n    print(f(int(input())))\n```"
+)
+TESTS = {
+    "stdin": json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]}),
+    "calls": json.dumps({"fn_name": "f", "inputs": [[n] for n in range(20)], "outputs": list(range(1, 21))}),
+    "asserts": [f"assert f({n}) == {n + 1}" for n in range(20)],
+}
+
+
+def code_milliseconds(samples: int) -> dict[str, float]:
+    """Median elapsed time of one program with each form of tests; programs run one after the other."""
+    results = {}
+    for form, tests in TESTS.items():
+        seconds = []
+        for _ in range(samples):
+            start = time.perf_counter()
+            assert default_compute_score("apps", PROGRAM, tests)["score"] == 1.0
+            seconds.append(time.perf_counter() - start)
+        results[form] = round(statistics.median(seconds) * 1e3, 1)
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--code", action="store_true")
     options = parser.parse_args()
+    if options.code:
+        print(json.dumps({"samples": options.samples, **code_milliseconds(options.samples)}))
+        return
     text = "The answer is forty-two. " * 20
     samples = [
         Sample("task", text, text if i % 2 else "43", {"index": i, "split": "train"}, i, options.samples)

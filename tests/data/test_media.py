@@ -228,7 +228,9 @@ def test_an_image_that_changes_after_the_start(models, tmp_path):
         dataset[0]
 
 
-def test_the_digest_is_that_of_the_files_and_texts_are_no_paths(tmp_path, write):
+def test_the_digest_is_that_of_the_files_and_texts_are_no_paths(tmp_path, write, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+
     def digest(image: str, prompt: str) -> str | None:
         return media_digest(
             read_rows(write("rows.jsonl", [{"prompt": prompt, "images": [image]}])), ("images", "prompt")
@@ -237,6 +239,7 @@ def test_the_digest_is_that_of_the_files_and_texts_are_no_paths(tmp_path, write)
     (tmp_path / "a.png").write_bytes(b"first")
     first = digest("a.png", "How many?")
     assert first is not None and digest("none.png", "How many?") is None
+    assert digest("~/a.png", "How many?") == digest(f"file://{tmp_path}/a.png", "How many?") == first
     for prompt in ("x" * 100_000, "a/" * 5000, "\0", "data:image/png;base64,AAAA"):
         assert digest("a.png", prompt) == first
     (tmp_path / "a.png").write_bytes(b"other")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, Qwen3MoeConfig
 
 from verl.model_merger.checkpoint import open_checkpoint
 from verl.model_merger.fsdp import RankFiles
@@ -153,3 +153,13 @@ def test_stop_tokens_are_those_of_the_base_model(copied, made, tmp_path):
     merge(MergeOptions(actor, tmp_path / "merged"))
     expected = (made / "base" / "generation_config.json").read_text()
     assert (tmp_path / "merged" / "generation_config.json").read_text() == expected
+
+
+def test_a_mixture_of_experts_in_float64(tmp_path):
+    """Grouped matmuls, by which transformers computes experts, have no float64."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_key_value_heads": 2}
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **experts), dtype=torch.float64)
+    model.save_pretrained(tmp_path / "actor" / "huggingface")
+    merge(MergeOptions(tmp_path / "actor", tmp_path / "merged"))
+    assert_same(tensors(tmp_path / "merged"), tensors(tmp_path / "actor" / "huggingface"))

@@ -223,3 +223,15 @@ def test_what_a_function_must_not_return(tokenizer, returned, message):  # noqa:
 
     with pytest.raises(RewardError, match=rf"reward_fn\(\) at .*test_public_managers.py:\d+ .*{message}"):
         as_reward_manager(reward_fn, tokenizer)(make_batch(["abc", "a"]), return_dict=True)
+
+
+def test_all_managers_count_the_same_responses_as_empty(tokenizer, judge):  # noqa: F811
+    """Those without a sampled token; the tokens of a tool are not sampled."""
+    batch = make_batch(["abc", "a", "ab"])
+    mask = batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].clone()
+    mask[1] = 0
+    batch = batch.replace(response_mask=mask)
+    single = load(tokenizer, manager="Judge", manager_path=judge)
+    for given in (import_module(SAMPLES).compute_score, per_sample, single):
+        result = as_reward_manager(given, tokenizer)(batch, return_dict=True)
+        assert result["metrics"] == {"reward/failed_rows": 0.0, "reward/empty_responses": 1.0}, given

@@ -117,6 +117,25 @@ def ipc_pair(receiver, source, version=4, expected=4):
     )
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (BrokenPipeError(32, "Broken pipe"), "rollout process 0 has ended"),
+        (
+            OSError(28, "No space left on device"),
+            r"rollout process 0 did not get the weights: .*No space left on device",
+        ),
+    ],
+)
+def test_a_message_that_is_not_sent_says_why(error, message):
+    class Broken:
+        def send_bytes(self, buf):
+            raise error
+
+    with pytest.raises(ValueError, match=message):
+        IpcSync(engine_of(Remote([Broken()])), CPU).push(Trained(make_module(0)), 0)
+
+
 def test_an_error_of_either_side_reaches_the_other():
     target = ModuleReceiver(make_module(1))
     sender, receiver = ipc_pair(target, Trained(make_module(0)), expected=5)

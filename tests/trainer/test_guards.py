@@ -12,6 +12,7 @@ from tests.trainer.runs import steps_in
 from verl.trainer.base import GUARDS
 from verl.trainer.guards.base import CONTINUE, RESTART, ROLL_BACK, SKIP, STOP, Guard
 from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.startup import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 GRPO = ["algorithm.name=grpo", "trainer.total_training_steps=4", "trainer.save_at_end=false"]
@@ -191,3 +192,20 @@ def test_every_built_in_guard_is_in_the_row_once():
         if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Guard" for base in node.bases)
     }
     assert built_in == {guard.__name__ for guard in GUARDS} | {"Faults"} and len(set(GUARDS)) == len(GUARDS)
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_run_that_stops_for_a_fault_says_so_and_the_command_fails(failed, settings, caplog):
+    caplog.set_level("INFO")
+    trainer = trainer_with(settings, Script({("after_step", 2): STOP("loss is NaN", failed=failed)}))
+    assert launch.fit(trainer) == int(failed)
+    (record,) = [record for record in caplog.records if "loss is NaN" in record.getMessage()]
+    assert record.levelname == ("ERROR" if failed else "INFO")
+    assert record.getMessage().startswith("stopped at step 2" if failed else "early stopping at step 2")
+
+
+def test_a_mismatch_is_one_message_and_a_failure(settings, capsys):
+    trainer = trainer_with(settings, Script(), "actor_rollout_ref.rollout.max_mismatch=1e-12")
+    assert launch.fit(trainer) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" not in error and "rollout/logprob_gap_mean is" in error and "in step 1 of 4" in error

@@ -25,9 +25,7 @@ def step_with_stochastic_rounding(optimizer: torch.optim.Optimizer) -> None:
             wide = torch.nn.Parameter(parameter.float())
             wide.grad = parameter.grad.float()
             state = optimizer.state.pop(parameter, {})
-            optimizer.state[wide] = {
-                name: value.float() if _is_narrow(value) else value for name, value in state.items()
-            }
+            optimizer.state[wide] = {n: v.float() if v.dtype == torch.bfloat16 else v for n, v in state.items()}
             optimizer.param_groups = [{**group, "params": [wide]}]
             optimizer.step()
             state = optimizer.state.pop(wide)
@@ -41,10 +39,6 @@ def step_with_stochastic_rounding(optimizer: torch.optim.Optimizer) -> None:
             parameter.copy_(round_stochastically(wide, generator))
     finally:
         optimizer.param_groups = groups
-
-
-def _is_narrow(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
 
 
 def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -1,13 +1,11 @@
 """Computation in another dtype than that of the parameters: by autocast, or by casts where parameters are used.
 
 torch.autocast computes in 16 bits only, and never casts float64. For float32 computation with bf16 parameters, for
-example, every layer casts its parameters when it is called (`cast_at_use`), also when activation checkpointing calls it
-again. FSDP does the same itself.
+example, every layer casts its parameters when it is called. FSDP does the same itself.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,37 +28,28 @@ def cast_at_use(module: nn.Module, dtype: torch.dtype) -> None:
     for each in module.modules():
         if type(each).__name__ in layer_classes:  # checkpointing repeats its forward pass, but not `each.forward`
             for block in each.children():
-                _wrap(block, [*block.modules()], dtype)
+                _cast_in(block, [*block.modules()], dtype)
                 within.update(block.modules())
         if each not in within:
-            _wrap(each, [each], dtype)
+            _cast_in(each, [each], dtype)
 
 
-def _wrap(module: nn.Module, owners: Sequence[nn.Module], dtype: torch.dtype) -> None:
-    """Cast the parameters of `owners` while `module` computes."""
-    if any(owner._parameters for owner in owners):
-        module.forward = _with_casts(module.forward, owners, dtype)
+def _cast_in(module: nn.Module, owners: Sequence[nn.Module], dtype: torch.dtype) -> None:
+    """Replace the parameters of `owners` by casts, through which gradients flow, while `module` computes."""
+    if not any(owner._parameters for owner in owners):
+        return
+    forward = module.forward
 
-
-def _with_casts(forward: Callable[..., Any], owners: Sequence[nn.Module], dtype: torch.dtype) -> Callable[..., Any]:
     @functools.wraps(forward)
     def cast(*args: Any, **kwargs: Any) -> Any:
-        with _cast_parameters(owners, dtype):
+        originals = [dict(owner._parameters) for owner in owners]
+        try:
+            for owner, parameters in zip(owners, originals):
+                floats = {name: p for name, p in parameters.items() if p is not None and p.is_floating_point()}
+                owner._parameters.update({name: p.to(dtype) for name, p in floats.items()})
             return forward(*args, **kwargs)
+        finally:
+            for owner, parameters in zip(owners, originals):
+                owner._parameters.update(parameters)
 
-    return cast
-
-
-@contextmanager
-def _cast_parameters(owners: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Replace the floating-point parameters of modules by casts, through which gradients flow."""
-    originals = [dict(owner._parameters) for owner in owners]
-    try:
-        for owner in owners:
-            for name, parameter in owner._parameters.items():
-                if parameter is not None and parameter.is_floating_point():
-                    owner._parameters[name] = parameter.to(dtype)
-        yield
-    finally:
-        for owner, parameters in zip(owners, originals):
-            owner._parameters.update(parameters)
+    module.forward = cast

@@ -92,21 +92,20 @@ def check_devices(run: Run) -> None:
 def warn_of_narrow_weights(config: Schema) -> None:
     """Warn of trained weights in 16 bits, which small updates do not change."""
     if isinstance(config, schema.SFTConfig):
-        sections = {"engine": (config.model, config.engine.selected)}
+        trained = [("engine", config.model, config.engine.selected)]
     else:
         policy, critic = config.actor_rollout_ref, config.critic
-        sections = {"actor_rollout_ref.actor.fsdp_config": (policy.model, policy.actor.engine)}
-        sections |= {"critic.fsdp": (critic.model, critic.engine)} if "critic" in roles_of(config) else {}
-    for key, (model, engine) in sections.items():
-        if model.has_adapters or not isinstance(engine, schema.EngineConfig):
-            continue
-        lost = {"bf16": 0.2, "bfloat16": 0.2, "fp16": 0.02, "float16": 0.02}.get(engine.model_dtype)
-        if lost and not (engine.stochastic_rounding and lost == 0.2):
-            rounding = f" or {key}.stochastic_rounding=true (the same memory)" if lost == 0.2 else ""
+        trained = [("actor_rollout_ref.actor.fsdp_config", policy.model, policy.actor.engine)]
+        trained += [("critic.fsdp", critic.model, critic.engine)] if "critic" in roles_of(config) else []
+    for key, model, engine in trained:
+        dtype = None if model.has_adapters else engine.get("model_dtype")
+        is_bf16, is_fp16 = dtype in ("bf16", "bfloat16"), dtype in ("fp16", "float16")
+        if is_fp16 or (is_bf16 and not engine.stochastic_rounding):
             logger.warning(
                 "%s.model_dtype=%s: an update of less than %g %% of a weight is lost to rounding, so that with a small "
                 "learning rate nearly no weight changes: use auto (float32 weights; the computation stays in dtype)%s",
-                *(key, engine.model_dtype, lost, rounding),
+                *(key, dtype, 0.2 if is_bf16 else 0.02),
+                f" or {key}.stochastic_rounding=true (the same memory)" if is_bf16 else "",
             )
 
 

@@ -129,24 +129,22 @@ class Canary:
         mean, largest = float(check.mismatch.mean()), float(check.mismatch.max())
         if mean <= limits[0] and largest <= limits[1]:
             return
-        subject, version = f"rollout DP rank {rank}", f"the weights of version {check.version}"
+        subject, weights = f"rollout DP rank {rank}", f"the weights of version {check.version}"
         difference = (
             f"its log-probs of a greedy response differ from those of the trainer by {mean:.3g} on average and "
             f"{largest:.3g} at most, expected at most {limits[0]:g} and {limits[1]:g} ({self.kind})"
         )
         if (old := self._last.get(rank)) is not None:  # so the computation is the same
-            raise StaleWeightsError(
-                f"{subject} does not generate with {version}, but did with those of version {old.version}: "
-                f"{difference}. Look for a copy of the weights that a push does not update. {_ADVICE}"
+            problem = (
+                f"but did with those of version {old.version}: a push does not update a copy that it computes with"
             )
-        if self.roles["rollout"].has_compared_weights()[rank]:
+        elif self.roles["rollout"].has_compared_weights()[rank]:
             raise RolloutMismatchError(
-                f"{subject} has {version}, but computes something else with them: {difference}. {CAUSES}. {_ADVICE}"
+                f"{subject} has {weights}, but computes something else with them: {difference}. {CAUSES}. {_ADVICE}"
             )
-        raise StaleWeightsError(
-            f"{subject} does not generate with {version}: {difference}. Check that its receiver() loads every "
-            f"parameter: it is no StoredWeights, so they cannot be compared. If it does: {CAUSES}. {_ADVICE}"
-        )
+        else:
+            problem = "and they cannot be compared: its receiver() is no StoredWeights. Check that it loads every one"
+        raise StaleWeightsError(f"{subject} does not generate with {weights}, {problem}; {difference}. {_ADVICE}")
 
     def _compare_with_old(self, rank: int, check: _Check, old: _Check, trained: torch.Tensor) -> None:
         """trained: the current log-probs of the old response."""
