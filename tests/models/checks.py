@@ -69,6 +69,7 @@ def save_family(name: str, folder: Path) -> Saved:
     module.save_pretrained(folder / "model")
     described = save_config(module, folder / "described")
     module.set_attn_implementation("eager")
+    module.requires_grad_(True)  # transformers does not freeze the sinusoids of a model that it loads
     return Saved(module, str(folder / "model"), described)
 
 

@@ -113,8 +113,12 @@ def tiny_config(model_type: str, differing: Mapping[str, Any]) -> PretrainedConf
     inner = {name: part for name, part in defaults.items() if name in CONFIG_MAPPING[model_type].sub_configs and part}
     values = _tiny_values(defaults) | {name: part | _tiny_values(part) for name, part in inner.items()}
     for name, value in differing.items():
-        values[name] = values[name] | value if name in inner else value
-    return AutoConfig.for_model(model_type, **{name: value for name, value in values.items() if value is not ...})
+        values[name] = _without_defaults(values[name] | value) if name in inner else value
+    return AutoConfig.for_model(model_type, **_without_defaults(values))
+
+
+def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not ...}
 
 
 @torch.no_grad()
