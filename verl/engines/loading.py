@@ -16,7 +16,7 @@ from verl.config import schema
 from verl.engines.base import EngineSpec, Tensors
 from verl.engines.memory import HOST
 from verl.modeling import attention, vision
-from verl.modeling.huggingface import LMHead, load_pretrained, read_config, trunk_of
+from verl.modeling.huggingface import LMHead, load_pretrained, needs_trust, read_config, trunk_of
 from verl.modeling.layers import Kernels
 from verl.modeling.log_probs import token_statistics
 from verl.modeling.moe import install_routing
@@ -240,9 +240,11 @@ def _check_vision(spec: ModelSpec, hf: Any) -> None:
 
 def _check_architecture(auto: Any, hf: Any, section: schema.ModelConfig) -> None:
     """Raise ValueError if transformers has no model of this kind for the config."""
-    has_own_code = section.trust_remote_code and auto.__name__ in (hf.to_dict().get("auto_map") or {})
-    if has_own_code or type(hf) in auto._model_mapping:
+    has_own_code = auto.__name__ in (hf.to_dict().get("auto_map") or {})
+    if (has_own_code and section.trust_remote_code) or type(hf) in auto._model_mapping:
         return
+    if has_own_code:
+        raise ValueError(needs_trust(section.path))
     if {"vision_config", "audio_config"} & set(type(hf).sub_configs):
         raise ValueError(
             f"{section.path}: {type(hf).__name__} is a multimodal model that transformers does not offer as "

@@ -486,7 +486,7 @@ def make_torch_engine(spec: EngineSpec) -> TorchEngine:
 @functools.cache
 def log_padding(model: str, reason: str) -> None:
     """Log, once per process, that rows of a model are padded although the configuration packs them."""
-    logger.info("%s: rows are padded instead of packed, and prompts computed once per row: %s", model, reason)
+    logger.info("%s: rows are padded instead of packed, and each computes its prompt: %s", model, reason)
 
 
 def _detached(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, torch.Tensor]]:

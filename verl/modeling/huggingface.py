@@ -86,10 +86,7 @@ def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool
     except ValueError as error:
         if "trust_remote_code" not in str(error) or trust_remote_code:
             raise
-        raise ValueError(
-            f"{path!r} comes with code of its own, which runs only if you allow it: read the code, and set "
-            "actor_rollout_ref.model.trust_remote_code=true (of the model section that has this path)"
-        ) from error
+        raise ValueError(needs_trust(path)) from error
     except (TypeError, AttributeError, KeyError) as error:  # config.json is no object, or its values have other types
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(
@@ -114,6 +111,14 @@ def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool
         for part in (config, config.get_text_config()):
             part.tie_word_embeddings = False
     return config
+
+
+def needs_trust(path: str) -> str:
+    """The error of a model or tokenizer that comes with code of its own."""
+    return (
+        f"{path!r} comes with code of its own, which runs only if you allow it: read the code, and set "
+        "actor_rollout_ref.model.trust_remote_code=true (the key of the model section with this path)"
+    )
 
 
 def _has_separate_head(path: str, config: Any) -> bool:

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from verl.modeling.huggingface import trunk_of
 from verl.modeling.indexing import scatter_rows
+from verl.modeling.model_types import ATTENTION_LAYERS
 from verl.modeling.sequence_parallel import SequenceRanks
 from verl.modeling.shared_prefix import first_with_prompt, shared_prefix_layout
 from verl.modeling.vision import INDEX, PACKED, Media, VisionInput, is_vision_config, language_model_of
@@ -23,8 +24,6 @@ from verl.modeling.vision import INDEX, PACKED, Media, VisionInput, is_vision_co
 Tensors = dict[str, torch.Tensor]
 T = TypeVar("T")
 
-#: values of `layer_types` of a config whose layers attend to earlier tokens of their sequence and do nothing else
-_ATTENTION_TYPES = {"full_attention", "sliding_attention"}
 #: parameters of the forward pass of a layer that reads earlier tokens: when it generates, it needs a cache of them
 _CACHES = {"cache", "past_key_values", "past_key_value", "layer_past", "cache_params", "state", "use_cache"}
 
@@ -39,18 +38,17 @@ def padding_reason(module: nn.Module) -> str | None:
     if is_vision_config(module.config) and module.config.model_type not in PACKED:
         return "image tokens attend to each other in both directions, or are placed by the model"
     decoder = language_model_of(module) if is_vision_config(module.config) else trunk_of(module)
-    if "position_ids" not in inspect.signature(decoder.forward).parameters:
-        return f"{type(decoder).__name__} computes the positions of its tokens"
-    others = set(getattr(decoder.config, "layer_types", None) or ()) - _ATTENTION_TYPES
+    others = set(getattr(decoder.config, "layer_types", None) or ()) - {*ATTENTION_LAYERS}
     if others:
         return f"it has layers of the types {', '.join(sorted(others))}"
     readers = [layer for layer in decoder.modules() if layer is not decoder and _reads_tokens(layer)]
     readers = [layer for layer in readers if not any(_reads_tokens(part) for part in layer.modules() if part != layer)]
     state = [layer for layer in readers if not _calls_attention(layer, decoder.config)]
     state += [layer for layer in decoder.modules() if isinstance(layer, nn.modules.conv._ConvNd)]
-    if state or not readers:
-        kinds = sorted({type(layer).__name__ for layer in state}) or ["no attention layer"]
-        return f"{', '.join(kinds)} cannot be told where a row ends"
+    if state:
+        return f"{', '.join(sorted({type(layer).__name__ for layer in state}))} cannot be told where a row ends"
+    if not readers or "position_ids" not in inspect.signature(decoder.forward).parameters:
+        return f"{type(decoder).__name__} cannot be told the positions of tokens"
     return None
 
 
