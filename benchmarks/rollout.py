@@ -4,6 +4,7 @@
     python benchmarks/rollout.py --engines native,hf --suite h200          # one GPU: 0.5B to 7B
     python benchmarks/rollout.py --engines native,vllm --suite vllm --shape 0.5B
     python benchmarks/rollout.py --engines native,hf,vllm --vllm-python PYTHON --threads 2
+    python benchmarks/rollout.py --engines native,hf --suite families      # one GPU: models without fused layers
     python benchmarks/rollout.py --shape 0.5B --rows 256 --prompt 128 --new 256 --lengths lognormal --samples 8
 
 Weights are random; all engines have the same weights, prompts and number of new tokens per response (no stop token).
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -62,6 +63,26 @@ SHAPES = {
     "1.5B": shape(1536, 8960, 28, 12, 2, 151936),
     "7B": shape(3584, 18944, 28, 28, 4, 152064, tied=False),
 }
+#: of families without fused layers, 0.3B to 0.6B parameters; with experts, a quarter of them per token
+_MIXTURE = {"n_routed_experts": 16, "num_local_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+FAMILIES = {
+    "smollm3": shape(896, 4864, 24, 14, 2, 151936),
+    "qwen3_5_text": shape(896, 3072, 24, 8, 2, 151936)
+    | {"head_dim": 128, "linear_num_value_heads": 16, "linear_num_key_heads": 8},
+    "deepseek_v3": shape(768, 2048, 16, 12, 12, 65536)
+    | _MIXTURE
+    | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 384, "n_shared_experts": 1},
+    "gpt_oss": shape(768, 512, 16, 16, 4, 65536) | {"head_dim": 64, "num_local_experts": 16, "num_experts_per_tok": 4},
+    "glm4_moe": shape(768, 2048, 16, 12, 4, 65536)
+    | _MIXTURE
+    | {"head_dim": 64, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    # for a CPU
+    "smollm3-small": shape(384, 1024, 8, 6, 2, 553),
+    "qwen3_5_text-small": shape(384, 1024, 8, 6, 2, 553)
+    | {"head_dim": 64, "linear_num_value_heads": 8, "linear_num_key_heads": 4},
+    "gpt_oss-small": shape(384, 256, 8, 6, 2, 553) | {"head_dim": 64, "num_local_experts": 8, "num_experts_per_tok": 2},
+}
+SHAPES |= {name: sizes | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1} for name, sizes in FAMILIES.items()}
 
 
 #: settings of vLLM's build for a CPU with which small models are fastest
@@ -121,7 +142,16 @@ VLLM_SUITE = [
     Work("0.5B", 512, 128, 2048, lengths="lognormal"),
     Work("7B", 256, 128, 256),
 ]
-SUITES = {"cpu": CPU_SUITE, "h200": H200_SUITE, "vllm": VLLM_SUITE}
+FAMILY_SUITE = [Work(name, 256, 128, 256) for name in FAMILIES if not name.endswith("-small")]
+SMALL_SUITE = [Work(name, 64, 16, 64) for name in FAMILIES if name.endswith("-small")]
+SMALL_SUITE += [Work("smollm3-small", 128, 16, 64, samples=8, lengths="lognormal")]
+SUITES = {
+    "families": FAMILY_SUITE,
+    "small-families": SMALL_SUITE,
+    "cpu": CPU_SUITE,
+    "h200": H200_SUITE,
+    "vllm": VLLM_SUITE,
+}
 Engine = Callable[[list[list[int]], list[int], int], None]
 
 
@@ -238,9 +268,10 @@ ENGINES: dict[str, Callable[[torch.nn.Module, Work, int], Engine]] = {
 def make_module(work: Work, args: argparse.Namespace) -> torch.nn.Module:
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     torch.manual_seed(0)
+    model_type = work.shape.removesuffix("-small") if work.shape in FAMILIES else "qwen2"
     with device:
-        config = Qwen2Config(**SHAPES[work.shape], dtype=dtype)
-        return Qwen2ForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+        config = AutoConfig.for_model(model_type, **SHAPES[work.shape], dtype=dtype)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def wait(device: torch.device) -> None:
@@ -276,7 +307,10 @@ def measure_speed(device: torch.device, dtype: torch.dtype) -> Speed:
     return Speed(2 * n**3 / min(products), 2 * size / min(copies))
 
 
-def floor_seconds(work: Work, module: torch.nn.Module, speed: Speed) -> float:
+def floor_seconds(work: Work, module: torch.nn.Module, speed: Speed) -> float | None:
+    """None for a family whose layers are not those of Qwen2."""
+    if work.shape in FAMILIES:
+        return None
     config, limits = module.config, work.limits()
     width = module.dtype.itemsize
     embedding = config.vocab_size * config.hidden_size
@@ -333,7 +367,7 @@ def measure(work: Work, names: Sequence[str], args: argparse.Namespace, speed: S
                 "seconds": round(median, 4),
                 "all_seconds": [round(s, 4) for s in seconds[name]],
                 "first_seconds": round(first[name], 3),
-                "times_floor": round(median / floor, 2),
+                "times_floor": floor and round(median / floor, 2),
                 "native_is_faster": faster(seconds[name], seconds["native"]) if "native" in names else None,
                 "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu x {torch.get_num_threads()}",
                 "dtype": args.dtype,
@@ -379,10 +413,8 @@ def profile(work: Work, args: argparse.Namespace) -> str:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
-    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
-    with device:
-        module = Qwen2ForCausalLM._from_config(Qwen2Config(**SHAPES[work.shape], dtype=dtype), dtype=dtype)
-    engine, prompts, limits = NativeRollout(module), work.prompts(), work.limits()
+    device = torch.device(args.device)
+    engine, prompts, limits = NativeRollout(make_module(work, args)), work.prompts(), work.limits()
     params = SamplingParams(max(limits), (), ignore_eos=True, top_p=work.top_p)
     engine.generate(make_requests(prompts, params, limits=limits))
     gpu = device.type == "cuda"

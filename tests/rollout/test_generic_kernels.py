@@ -15,13 +15,20 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 from verl.rollout.native import triton_kernels
 from verl.rollout.native.generic.cache import Layout, Pages
 from verl.rollout.native.generic.cuda import PagedPass
+from verl.rollout.native.generic.kernels import delta_rule_step
 from verl.rollout.native.triton_kernels import BLOCK_SIZE
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 POSITIONS = [0, 63, 64, 150, 5]
 LIVE = [True, True, True, True, False]
 #: query heads, key heads, sizes of keys and values
-SHAPES = {"gqa": (4, 2, 16, 16), "mla": (4, 4, 24, 16), "many heads": (20, 1, 32, 16), "odd": (3, 3, 20, 12)}
+SHAPES = {
+    "gqa": (4, 2, 16, 16),
+    "mla": (4, 4, 24, 16),
+    "many heads": (20, 1, 32, 16),
+    "odd": (3, 3, 20, 12),
+    "small": (4, 2, 8, 8),
+}
 
 
 def expected(query, keys, values, position, scaling, softcap=None, sink=None, seen=None):
@@ -82,3 +89,21 @@ def test_attention_over_pages(case, option):
         result = expected(query[row, :, 0], keys, values, at, 0.3, softcap, sinks, seen)
         torch.testing.assert_close(out[row, 0].double(), result, atol=1e-5, rtol=1e-5)
     assert not arrived.any()
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_a_step_of_the_delta_rule(kv_heads):
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule as plain
+
+    torch.manual_seed(0)
+    query, key = (torch.randn(3, 1, kv_heads, 24, device=DEVICE) for _ in range(2))
+    value, state = torch.randn(3, 1, 4, 20, device=DEVICE), torch.randn(3, 4, 24, 20, device=DEVICE)
+    options = {"g": -torch.rand(3, 1, 4, device=DEVICE), "beta": torch.rand(3, 1, 4, device=DEVICE)}
+    options |= {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    repeated = (x.repeat_interleave(4 // kv_heads, 2) for x in (query, key))
+    expected_out, expected_state = plain(*repeated, value, initial_state=state.clone(), **options)
+    with torch.inference_mode():
+        out, after = delta_rule_step(plain, query, key, value, initial_state=state, **options)
+    assert after is state, "in place"
+    torch.testing.assert_close(out, expected_out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(state, expected_state, atol=1e-5, rtol=1e-5)

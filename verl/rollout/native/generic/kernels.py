@@ -1,6 +1,10 @@
 """Triton kernels of a decoding step over pages (`cache.Pages`), as `native.triton_kernels`, for keys and values of
 different sizes, latents, masks and sinks."""
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
@@ -54,7 +58,7 @@ def attend(
         return
     n = tl.load(state + _POSITION * slots + b)
     row = query + (b * HQ + heads)[:, None] * DK
-    q = tl.load(row + a[None, :], mask=valid[:, None], other=0.0)
+    q = tl.load(row + a[None, :], mask=valid[:, None] & (a < DK)[None, :], other=0.0)
     q_rest = tl.load(row + r[None, :], mask=valid[:, None] & (r < DK)[None, :], other=0.0)
     highest = tl.full([GP], -1e30, tl.float32)
     weight = tl.zeros([GP], tl.float32)
@@ -77,7 +81,7 @@ def attend(
         if WINDOW > 0:
             seen &= column > n - WINDOW
         cached = pages + (((page * HK + h) * S + column % S) * ROW)[:, None]
-        k = tl.load(cached + a[None, :], mask=seen[:, None], other=0.0)
+        k = tl.load(cached + a[None, :], mask=seen[:, None] & (a < DK)[None, :], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if DA < DK:
             k_rest = tl.load(cached + r[None, :], mask=seen[:, None] & (r < DK)[None, :], other=0.0)
@@ -99,3 +103,56 @@ def attend(
         merge_partials(at, real, partials, arrived + program, s, splits, highest, weight, total, GP, DP, SP)
     else:
         tl.store(at, (total / weight[:, None]).to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["query_row", "key_row", "value_row"])
+def delta_rule(query, key, value, decay, beta, state, out, query_row, key_row, value_row, HK: tl.constexpr,
+               HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+               NORM: tl.constexpr):  # fmt: skip
+    """One step of the gated delta rule: state (B, HV, K, V) float32, in place, and out (B, HV, V).
+
+    query, key (B, HK, K), value (B, HV, V), decay (log) and beta (B, HV). Grid (B HV, V / BV rounded up).
+    """
+    b, h = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
+    k, v = tl.arange(0, KP), tl.program_id(1) * BV + tl.arange(0, BV)
+    source = h // (HV // HK) * K + k
+    q = tl.load(query + b * query_row + source, mask=k < K, other=0.0).to(tl.float32)
+    x = tl.load(key + b * key_row + source, mask=k < K, other=0.0).to(tl.float32)
+    if NORM:
+        q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
+        x *= tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+    new = tl.load(value + b * value_row + h * V + v, mask=v < V, other=0.0).to(tl.float32)
+    shrink = tl.exp(tl.load(decay + b * HV + h).to(tl.float32))
+    at = state + (b * HV + h) * K * V + k[:, None] * V + v[None, :]
+    mask = (k < K)[:, None] & (v < V)[None, :]
+    s = tl.load(at, mask=mask, other=0.0) * shrink
+    change = (new - tl.sum(s * x[:, None], 0)) * tl.load(beta + b * HV + h).to(tl.float32)
+    s += x[:, None] * change[None, :]
+    tl.store(at, s, mask=mask)
+    result = tl.sum(s * q[:, None], 0) / tl.sqrt(K + 0.0)
+    tl.store(out + (b * HV + h) * V + v, result.to(out.dtype.element_ty), mask=v < V)
+
+
+def delta_rule_step(
+    plain: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A decoding step of transformers' `torch_recurrent_gated_delta_rule`, with the state updated in place.
+
+    Args:
+        plain: that function, for what is not a decoding step on a GPU.
+        query, key, value: (B, 1, HK, K), (B, 1, HK, K) and (B, 1, HV, V).
+        options: its other arguments.
+    """
+    state = options.get("initial_state")
+    if state is None or value.shape[1] != 1 or state.dtype != torch.float32 or torch.is_grad_enabled():
+        return plain(query, key, value, **options)
+    rows, _, heads, width = value.shape
+    tensors = [x if x[0].is_contiguous() else x.contiguous() for x in (query, key, value)]
+    decay, beta = (options[name].contiguous() for name in ("g", "beta"))
+    out = value.new_empty(value.shape, dtype=query.dtype)
+    size, block = key.shape[-1], min(32, triton.next_power_of_2(width))
+    delta_rule[(rows * heads, triton.cdiv(width, block))](
+        *tensors, decay, beta, state, out, *(x.stride(0) for x in tensors), HK=key.shape[2], HV=heads, K=size,
+        KP=triton.next_power_of_2(size), V=width, BV=block, NORM=options.get("use_qk_l2norm_in_kernel", False),
+    )  # fmt: skip
+    return out, state

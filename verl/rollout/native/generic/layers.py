@@ -4,12 +4,15 @@
   compute the keys and values of all heads. For a decoding step, the projections to keys and from values are applied to
   the query and to the output instead, so that attention reads the latents themselves.
 - The scan of Mamba-2 layers clamps its step sizes, but their decoding step does not: the input is clamped for both.
+- On a GPU, a step of the gated delta rule is one kernel.
 """
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -56,6 +59,29 @@ def _clamp_steps(module: nn.Module, _: nn.Module, inputs: tuple, output: torch.T
 
 
 @contextmanager
+def _delta_rule_kernel(model: nn.Module) -> Iterator[None]:
+    """Context in which decoding steps of the gated delta rule are one kernel, if the package fla has none."""
+    name, homes = (
+        "torch_recurrent_gated_delta_rule",
+        {sys.modules[type(module).__module__] for module in model.modules()},
+    )
+    homes = [home for home in homes if hasattr(home, name)]
+    if not homes or model.device.type != "cuda" or find_spec("fla") is not None:
+        yield
+        return
+    from verl.rollout.native.generic.kernels import delta_rule_step
+
+    plain = [getattr(home, name) for home in homes]
+    for home, function in zip(homes, plain):
+        setattr(home, name, partial(delta_rule_step, function))
+    try:
+        yield
+    finally:
+        for home, function in zip(homes, plain):
+            setattr(home, name, function)
+
+
+@contextmanager
 def adapted(model: nn.Module, expand) -> Iterator[None]:
     """Context in which the layers of a model are adapted.
 
@@ -67,7 +93,8 @@ def adapted(model: nn.Module, expand) -> Iterator[None]:
     for module in latent:
         module.expand_kv = partial(expand, module)
     try:
-        yield
+        with _delta_rule_kernel(model):
+            yield
     finally:
         for module in latent:
             del module.expand_kv

@@ -261,7 +261,7 @@ class ModuleDecoder:
         if reason is None and not torch.allclose(logits, usual, rtol=1e-2, atol=1e-2, equal_nan=True):
             reason = "its positions do not start at 0"
         states = {key: state[0].to("meta") for key, state in layout.states_of(probe.cache).items()}
-        if reason is None and {i for i, _, _ in states} != {i for i, (_, count) in enumerate(layout.layers) if count}:
+        if reason is None and layout.has_states and not states:
             reason = OWN_STATES
         if reason is not None:
             raise unsupported(type(self.module).__name__, reason)
