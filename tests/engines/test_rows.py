@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     CohereConfig,
     GptOssConfig,
     GraniteConfig,
@@ -24,9 +25,9 @@ from transformers import (
 from tests.engines.ranks import SIZES, make_engine, run_on_ranks, save_model
 from verl.config.schema import OptimConfig
 from verl.data.sequences import build_sequences
+from verl.engines import torch_engine
 from verl.engines.base import MicroBatching, Objective
 from verl.engines.micro_batch import plan_micro_batches
-from verl.engines.torch_engine import log_padding
 from verl.modeling.huggingface import read_config
 from verl.protocol import DataProto
 
@@ -135,11 +136,17 @@ def test_rows_together_are_the_rows_alone(kind, tmp_path, caplog):
 
 def test_a_padded_model_says_so_once_and_why(tmp_path, caplog):
     path = save_model(KINDS["short convolution"][1], tmp_path)
-    log_padding.cache_clear()
+    torch_engine.log_once.cache_clear()
     with caplog.at_level(logging.INFO, "verl.engines"):
         make_engine(path), make_engine(path)
     (line,) = [line for line in caplog.messages if "padded" in line]
     assert line.startswith("Lfm2ForCausalLM: rows are padded") and line.endswith("it has layers of the types conv")
+
+
+def test_a_model_that_looks_ahead_is_refused(tmp_path):
+    path = save_model(BertConfig(**SIZES, is_decoder=False, pad_token_id=0), tmp_path)
+    with pytest.raises(ValueError, match=r"BertLMHeadModel: padded rows get other logits.*it is not causal"):
+        make_engine(path)
 
 
 def test_padding_counts_in_the_budget_and_rows_of_similar_length_share_a_micro_batch():

@@ -385,10 +385,11 @@ class TokenModel(nn.Module):
         self.vision = VisionForward(module) if vision.is_vision_config(module.config) else None
         self.batch_invariant = spec.kernels == "batch_invariant"
         self.routing = install_routing(module)
-        if self.batch_invariant and self.routing is not None:
+        if self.batch_invariant and (self.routing is not None or not attention.is_packed(module)):
+            reason = "pads its rows" if self.routing is None else "is a mixture of experts"
             raise ValueError(
-                f"rollout.deterministic=true: {type(module).__name__} is a mixture of experts, which has no "
-                "batch-invariant kernels: use false"
+                f"rollout.deterministic=true: {type(module).__name__} {reason}, which has no batch-invariant kernels: "
+                "use false"
             )
 
     def forward(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> Tensors:

@@ -212,6 +212,11 @@ class FSDP2(Sharding):
             owner, _, last = name.rpartition(".")
             setattr(module.get_submodule(owner), last, buffer.to(device))
         source = _named_tensors(self._first_copy) if self._first_copy is not None else None
+        if source is not None and (untied := sorted(source.keys() - _named_tensors(module).keys())):
+            raise ValueError(
+                f"the files have {untied[0]}, which config.json ties to the embeddings: set "
+                "actor_rollout_ref.model.override_config.tie_word_embeddings=false"
+            )
         for name, tensor in _named_tensors(module).items():
             if source is not None:
                 full = source[name].to(device, tensor.dtype)

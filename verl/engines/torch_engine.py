@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from verl.modeling.batch_invariant.model import BatchInvariantForward
 
 logger = logging.getLogger("verl.engines")
+log_once = functools.cache(logger.info)  # several engines of a process have one model
 
 _INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 
@@ -91,7 +92,8 @@ class TorchEngine(TrainEngine):
         self.packs = is_packed(self.module)
         if spec.model.use_remove_padding and not self.packs and self.sharding.is_first_rank:
             reason = padding_reason(self.module) or "packed rows do not get the logits of each row alone"
-            log_padding(type(self.module).__name__, reason)
+            name = type(self.module).__name__
+            log_once("%s: rows are padded instead of packed, and each computes its prompt: %s", name, reason)
         self.module.eval()
         self.adapters: Adapters | None = None
         if self.model_spec.section.has_adapters:
@@ -481,12 +483,6 @@ class TorchEngine(TrainEngine):
 def make_torch_engine(spec: EngineSpec) -> TorchEngine:
     """Factory of the strategies "fsdp" and "fsdp2"."""
     return TorchEngine(spec, make_sharding(spec))
-
-
-@functools.cache
-def log_padding(model: str, reason: str) -> None:
-    """Log, once per process, that rows of a model are padded although the configuration packs them."""
-    logger.info("%s: rows are padded instead of packed, and each computes its prompt: %s", model, reason)
 
 
 def _detached(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,6 +5,7 @@ log-probs and their gradients are computed for response tokens only.
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ def padding_reason(module: nn.Module) -> str | None:
     others = set(getattr(decoder.config, "layer_types", None) or ()) - {*ATTENTION_LAYERS}
     if others:
         return f"it has layers of the types {', '.join(sorted(others))}"
-    readers = [layer for layer in decoder.modules() if layer is not decoder and _reads_tokens(layer)]
-    readers = [layer for layer in readers if not any(_reads_tokens(part) for part in layer.modules() if part != layer)]
+    readers = [layer for layer in decoder.modules() if layer is not decoder and _reads_tokens(type(layer))]
+    readers = [layer for layer in readers if not any(_reads_tokens(type(part)) for part in [*layer.modules()][1:])]
     state = [layer for layer in readers if not _calls_attention(layer, decoder.config)]
     state += [layer for layer in decoder.modules() if isinstance(layer, nn.modules.conv._ConvNd)]
     if state:
@@ -52,8 +53,9 @@ def padding_reason(module: nn.Module) -> str | None:
     return None
 
 
-def _reads_tokens(layer: nn.Module) -> bool:
-    return bool(_CACHES & set(inspect.signature(layer.forward).parameters))
+@functools.cache
+def _reads_tokens(kind: type[nn.Module]) -> bool:
+    return bool(_CACHES & set(inspect.signature(kind.forward).parameters))
 
 
 def _calls_attention(layer: nn.Module, config: Any) -> bool:
@@ -234,14 +236,15 @@ def build_input(
         within = torch.arange(longest).expand(b, longest)
         order = (attention.int().argmax(1)[:, None] + within) % total
         states = row * longest + (lengths - responded.sum(1))[row] + t - 1
-        vision = None if media is None else media.input_of(rows, order=order)
+        tokens = (order + total * torch.arange(b)[:, None]).flatten()
+        vision = None if media is None else media.input_of(rows, tokens)
         axes, positions = rows["position_ids"], within
         if axes.ndim == 3:
             positions = axes.transpose(0, 1).gather(2, order.expand(axes.shape[1], b, longest))
         mask = (within < lengths[:, None]).long()
         return ModelInput(
             *(rows["input_ids"].gather(1, order), positions, mask, None, states, targets, slots, shape),
-            *_routed_experts(rows, (order + total * torch.arange(b)[:, None]).flatten()),
+            *_routed_experts(rows, tokens),
             vision,
         )
     first = first_with_prompt(attention, rows["input_ids"], width, rows.get(INDEX)) if shared_prefix else range(b)

@@ -163,19 +163,14 @@ class Media:
         return batch_positions(self.config, columns["input_ids"], columns["attention_mask"], width, rows)
 
     def input_of(
-        self,
-        rows: Tensors,
-        kept: torch.Tensor | None = None,
-        placed: bool | None = None,
-        order: torch.Tensor | None = None,
+        self, rows: Tensors, kept: torch.Tensor | None = None, placed: bool | None = None
     ) -> VisionInput | None:
         """The images of a micro-batch; None without.
 
         Args:
             rows: input_ids, attention_mask, responses and `INDEX` of its rows.
-            kept: (N,) flat index of each token that is computed; None: padded rows.
+            kept: (N,) flat index of each token that is computed, also of padding; None: all.
             placed: whether the caller places the features; None: if the model type is in `PACKED`.
-            order: (b, L) the columns that are computed, of padded rows; None: all.
 
         Raises:
             ValueError: a row whose placeholder tokens do not match its images.
@@ -184,9 +179,7 @@ class Media:
         if bool((index < 0).all()):
             return None
         if not (self.config.model_type in PACKED if placed is None else placed):
-            return self._row_by_row(rows, order)
-        if order is not None:
-            kept = (order + rows["input_ids"].shape[1] * torch.arange(len(order))[:, None]).flatten()
+            return self._row_by_row(rows, kept)
         used = sorted({i for i in index.tolist() if i >= 0})
         local = torch.zeros(len(self.inputs), dtype=torch.long)
         local[used] = torch.arange(len(used))
@@ -241,14 +234,13 @@ class Media:
                 f"found {actual}: the prompt was truncated, or its placeholders were not expanded by the processor"
             )
 
-    def _row_by_row(self, rows: Tensors, order: torch.Tensor | None) -> VisionInput:
+    def _row_by_row(self, rows: Tensors, kept: torch.Tensor) -> VisionInput:
         ids, index = rows["input_ids"], rows[INDEX]
         text = torch.where(index < 0, ids.shape[1], rows["responses"].shape[1])
         nothing = torch.zeros(0, dtype=torch.long)
-        tokens = TextTokens.find(self.config, ids, text)
-        if order is not None:
-            tokens = TextTokens(tokens.ids.gather(1, order), tokens.tokens.gather(1, order))
-        return VisionInput(self.by_row(index.tolist()), nothing, nothing, tokens)
+        text_tokens = TextTokens.find(self.config, ids, text)
+        text_tokens = TextTokens(*(x.flatten()[kept].view(len(ids), -1) for x in (text_tokens.ids, text_tokens.tokens)))
+        return VisionInput(self.by_row(index.tolist()), nothing, nothing, text_tokens)
 
     def by_row(self, index: Sequence[int]) -> Tensors:
         """The tensors of rows, concatenated in their order. index: the inputs of each row, -1 for none."""
