@@ -13,6 +13,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from verl.rollout.native import triton_kernels
+from verl.rollout.native.generic.attention import Scores
 from verl.rollout.native.generic.cache import Layout, Pages
 from verl.rollout.native.generic.cuda import PagedPass
 from verl.rollout.native.generic.kernels import delta_rule_step
@@ -75,8 +76,8 @@ def test_attention_over_pages(case, option):
     mask = (columns <= position) & (columns > position - 40) if option == "window" else None
     sinks = torch.randn(heads, device=DEVICE) if option == "sinks" else None
     softcap = 1.5 if option == "softcap" else None
-    options = None if mask is None else mask[:, None, None], 0.3, softcap, sinks, 40
-    out = step.attend(None, query, key, value, *options)
+    mask_of_heads = None if mask is None else mask[:, None, None]
+    out = step.attend(None, query, key, value, mask_of_heads, Scores(0.3, softcap, sinks, 40))
     assert out.shape == (rows, 1, heads, value_size)
     for row, (at, live) in enumerate(zip(POSITIONS, LIVE)):
         whole = pages.joint[0][table[row].long()].transpose(0, 1).flatten(1, 2)

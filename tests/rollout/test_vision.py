@@ -170,11 +170,12 @@ def test_engines_refuse_models_and_images_by_name(trainers, tmp_path):
     llava.architectures = ["LlavaForConditionalGeneration"]
     llava.save_pretrained(tmp_path / "llava")
     model = schema.ModelConfig(path=str(tmp_path / "llava"))
-    env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
-    with pytest.raises(ValueError, match=r"rollout.name=native generates with .*found LlavaForConditionalGeneration"):
-        make_rollout_engine("native", schema.RolloutConfig(name="native"), model, env, None)
-    with pytest.raises(ValueError, match=r"native.*found LlavaForConditionalGeneration"):
-        ModelLimits.from_config(model).check_engine(schema.RolloutConfig(name="native"))
+    env = RolloutEnv(0, 2, 0, torch.device("cpu"), 0, torch.float32, tp_rank=0, tp_size=2)
+    split = schema.RolloutConfig(name="native", tensor_model_parallel_size=2)
+    with pytest.raises(ValueError, match=r"tensor_model_parallel_size=2 is not supported for LlavaForConditional"):
+        make_rollout_engine("native", split, model, env, None)
+    with pytest.raises(ValueError, match=r"tensor_model_parallel_size=2 is not supported for LlavaForConditional"):
+        ModelLimits.from_config(model).check_engine(split)
     text = make_engine(save_model(qwen2(), tmp_path))
     request = Request([1], SamplingParams(2, ()), 0, multi_modal_inputs={"pixel_values": torch.zeros(1)})
     for name in ("hf", "native"):

@@ -8,17 +8,33 @@ sizes. A mask is True where a query attends to a key; None for all earlier keys 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 NAME = "verl_native"
 #: max elements of the attention scores that are computed at once
 _SCORES = 1 << 28
+
+
+class Scores(NamedTuple):
+    """How the scores of an attention module are computed.
+
+    Attributes:
+        scaling: their factor.
+        softcap: c in c * tanh(score / c).
+        sinks: (HQ,) scores of keys without a value.
+        window: the mask excludes keys that are further back.
+    """
+
+    scaling: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    window: int | None = None
 
 
 class ForwardPass:
@@ -55,15 +71,9 @@ class ForwardPass:
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
-        scaling: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-        window: int | None,
+        scores: Scores,
     ) -> torch.Tensor:
-        """query (b, HQ, Q, DK), key and value as `write` returned them -> (b, Q, HQ, DV).
-
-        sinks: (HQ,) logits of keys without a value. window: keys outside of it are masked.
-        """
+        """query (b, HQ, Q, DK), key and value as `write` returned them -> (b, Q, HQ, DV)."""
         raise NotImplementedError
 
 
@@ -105,8 +115,8 @@ def _attention(
     if position_bias is not None or (attention_mask is not None and attention_mask.dtype != torch.bool):
         raise ValueError("its layers change the attention mask or add a position bias")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = scaling, softcap, s_aux, sliding_window
-    return _current.forward_pass.attend(module, query, key, value, attention_mask, *options), None
+    scores = Scores(scaling, softcap, s_aux, sliding_window)
+    return _current.forward_pass.attend(module, query, key, value, attention_mask, scores), None
 
 
 def _mask(
@@ -147,58 +157,32 @@ class PassCache(Cache):
         return self.forward_pass.width, 0
 
 
-class KeyValueLayer(CacheLayerMixin):
+class KeyValueLayer(DynamicLayer):
     """The keys and values of one layer: passes them on to a forward pass."""
 
-    is_sliding = False
-
-    def __init__(self, index: int, forward_pass: ForwardPass, **_: Any):
+    def __init__(self, index: int, forward_pass: ForwardPass):
         super().__init__()
-        self.index = index
-        self.forward_pass = forward_pass
-
-    def lazy_initialization(self, *_: Any, **__: Any) -> None:
-        """Nothing: the engine allocates the cache."""
+        self.index, self.forward_pass = index, forward_pass
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any):
         return self.forward_pass.write(self.index, key_states, value_states)
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.forward_pass.width, 0
 
-    def get_seq_length(self) -> int:
-        return self.forward_pass.length
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
-
-
-class HybridLayer(LinearAttentionLayer, KeyValueLayer):
+class HybridLayer(LinearAttentionAndFullAttentionLayer):
     """A layer with keys, values and states."""
 
-    def __init__(self, index: int, forward_pass: ForwardPass, number_of_states: int = 1):
-        KeyValueLayer.__init__(self, index, forward_pass)
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+    def __init__(self, index: int, forward_pass: ForwardPass, number_of_states: int):
+        super().__init__(number_of_states)
+        self.index, self.forward_pass = index, forward_pass
 
-    def lazy_initialization(self, *_: Any, **states: Any) -> None:
-        LinearAttentionLayer.lazy_initialization(self, **states)
-
-    get_max_length = KeyValueLayer.get_max_length
+    update = KeyValueLayer.update
 
 
 # ---- attention in plain torch ---------------------------------------------------------------------------------------
 
 
 def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: Scores
 ) -> torch.Tensor:
     """query (b, HQ, Q, DK), key (b, HK, L, DK), value (b, HK, L, DV) -> (b, HQ, Q, DV). HK divides HQ.
 
@@ -209,39 +193,33 @@ def attention(
     group, rows = heads // kv_heads, max(1, _SCORES // (b * heads * length))
     if queries > rows:
         masks = [None] * -(-queries // rows) if mask is None else mask.split(rows, 2)
-        chunks = zip(query.split(rows, 2), masks)
-        return torch.cat([attention(q, key, value, m, scaling, softcap, sinks) for q, m in chunks], 2)
+        return torch.cat([attention(q, key, value, m, options) for q, m in zip(query.split(rows, 2), masks)], 2)
     # query heads of a key head are adjacent, so keys need not be repeated
     flat = query.reshape(b * kv_heads, group * queries, -1)
     scores = torch.bmm(flat, key.flatten(0, 1).transpose(1, 2)).view(b, kv_heads, group, queries, length)
-    scores = scores.mul_(scaling)
-    if softcap is not None:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    scores = scores.mul_(options.scaling)
+    if options.softcap is not None:
+        scores = scores.div_(options.softcap).tanh_().mul_(options.softcap)
     if mask is not None:
         scores = scores.masked_fill_(~mask[:, :, None], float("-inf"))
-    if sinks is not None:
-        sink = sinks.view(1, kv_heads, group, 1, 1).expand(b, -1, -1, queries, -1)
-        scores = torch.cat((scores.float(), sink.float()), -1)
+    if options.sinks is not None:
+        sinks = options.sinks.view(1, kv_heads, group, 1, 1).expand(b, -1, -1, queries, -1)
+        scores = torch.cat((scores.float(), sinks.float()), -1)
     weights = scores.softmax(-1, dtype=torch.promote_types(torch.float32, scores.dtype))[..., :length]
     out = torch.bmm(weights.to(value.dtype).reshape(b * kv_heads, group * queries, length), value.flatten(0, 1))
     return out.view(b, heads, queries, -1)
 
 
 def causal_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: Scores
 ) -> torch.Tensor:
     """As `attention`, with as many keys as queries; without a mask, a query attends to keys up to its own."""
-    if softcap is None and sinks is None:
-        is_causal, gqa = mask is None, query.shape[1] != key.shape[1]
-        options = {"is_causal": is_causal, "scale": scaling, "enable_gqa": gqa}
-        return scaled_dot_product_attention(query, key, value, mask, **options)
+    if options.softcap is None and options.sinks is None:
+        gqa = query.shape[1] != key.shape[1]
+        return scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None, scale=options.scaling, enable_gqa=gqa
+        )
     if mask is None:
         width = query.shape[2]
         mask = torch.ones(width, width, dtype=torch.bool, device=query.device).tril()[None, None]
-    return attention(query, key, value, mask, scaling, softcap, sinks)
+    return attention(query, key, value, mask, options)

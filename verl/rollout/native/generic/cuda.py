@@ -74,24 +74,23 @@ class PagedPass(ForwardPass):
         """See `ForwardPass.query_positions`."""
         return self.positions[:, None]
 
-    def attend(self, module, query, key, value, mask, scaling, softcap, sinks, window) -> torch.Tensor:
+    def attend(self, module, query, key, value, mask, scores) -> torch.Tensor:
         """See `ForwardPass.attend`."""
         if not self.layout.is_plain:
             if mask is None:
                 columns = torch.arange(self.width, device=query.device)
                 mask = (columns <= self.positions[:, None])[:, None, None]
-            return attention(query.to(key.dtype), key, value, mask, scaling, softcap, sinks).transpose(1, 2)
+            return attention(query.to(key.dtype), key, value, mask, scores).transpose(1, 2)
         layer = self.layers.get(id(key), getattr(module, "layer_idx", None))
         sizes = self.layout.keys[layer].shape[1], self.layout.values[layer].shape[1]
-        options = mask, scaling, softcap, sinks, window if mask is not None else None
         if not has_latents(module):
-            return self._attend(layer, query[:, :, 0], *sizes, sizes[0], *options)[:, None]
-        attended = self._attend(layer, latent_query(module, query)[:, :, 0], sum(sizes), sizes[0], 0, *options)
+            return self._attend(layer, query[:, :, 0], *sizes, sizes[0], mask, scores)[:, None]
+        attended = self._attend(layer, latent_query(module, query)[:, :, 0], sum(sizes), sizes[0], 0, mask, scores)
         return values_of_latents(module, attended[:, :, None]).transpose(1, 2)
 
-    def _attend(self, layer, query, key_size, value_size, first, mask, scaling, softcap, sinks, window) -> torch.Tensor:
+    def _attend(self, layer, query, key_size, value_size, first, mask, scores) -> torch.Tensor:
         """query (B, HQ, DK) -> (B, HQ, DV). first: column of the pages in which values begin."""
-        buffers, joint = self.buffers, self.buffers.pages.joint[layer]
+        buffers, joint, sinks = self.buffers, self.buffers.pages.joint[layer], scores.sinks
         query = query.to(joint.dtype).contiguous()
         (rows, heads, _), kv_heads = query.shape, joint.shape[1]
         group = heads // kv_heads
@@ -106,12 +105,13 @@ class PagedPass(ForwardPass):
         mask = mask if mask is None else mask.view(len(mask), -1)
         kernels.attend[(rows, kv_heads * tiles, splits)](
             query, joint, buffers.table, buffers.state, query if mask is None else mask.view(torch.uint8),
-            query if sinks is None else sinks, out, partial, buffers.arrived, scaling, softcap or 1.0, buffers.slots,
-            buffers.width, splits, 0 if mask is None else mask.stride(0), HQ=heads, HK=kv_heads, GP=_HEADS, TILES=tiles,
-            S=BLOCK_SIZE, N=BLOCK_SIZE if key_size + value_size <= 256 else 32, ROW=joint.shape[-1], DK=key_size,
-            DA=main, DR=max(16, triton.next_power_of_2(key_size - main)), FIRST=first, DV=value_size, DP=padded,
-            SOFTCAP=softcap is not None, MASK=mask is not None, SINKS=sinks is not None, WINDOW=window or 0,
-            SPLIT=splits > 1, SP=triton.next_power_of_2(splits), PRECISION=self.precision, num_warps=4, num_stages=2,
+            query if sinks is None else sinks, out, partial, buffers.arrived, scores.scaling, scores.softcap or 1.0,
+            buffers.slots, buffers.width, splits, 0 if mask is None else mask.stride(0), HQ=heads, HK=kv_heads,
+            GP=_HEADS, TILES=tiles, S=BLOCK_SIZE, N=BLOCK_SIZE if key_size + value_size <= 256 else 32,
+            ROW=joint.shape[-1], DK=key_size, DA=main, DR=max(16, triton.next_power_of_2(key_size - main)), FIRST=first,
+            DV=value_size, DP=padded, SOFTCAP=scores.softcap is not None, MASK=mask is not None, SINKS=sinks is not None,
+            WINDOW=0 if mask is None else scores.window or 0, SPLIT=splits > 1, SP=triton.next_power_of_2(splits),
+            PRECISION=self.precision, num_warps=4, num_stages=2,
         )  # fmt: skip
         return out
 

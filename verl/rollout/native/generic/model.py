@@ -47,13 +47,13 @@ class PromptPass(ForwardPass):
         """See `ForwardPass.query_positions`. One mask for all prompts, since they start at position 0."""
         return torch.arange(self.width, device=device)[None]
 
-    def attend(self, module, query, key, value, mask, scaling, softcap, sinks, window) -> torch.Tensor:
+    def attend(self, module, query, key, value, mask, scores) -> torch.Tensor:
         """See `ForwardPass.attend`."""
         query, key = query.to(value.dtype), key.to(value.dtype)
         if self.packing is None:
-            return causal_attention(query, key, value, mask, scaling, softcap, sinks).transpose(1, 2)
+            return causal_attention(query, key, value, mask, scores).transpose(1, 2)
         query, key, value = (unpack(each, self.packing) for each in (query, key, value))
-        return pack(causal_attention(query, key, value, mask, scaling, softcap, sinks), self.packing)
+        return pack(causal_attention(query, key, value, mask, scores), self.packing)
 
 
 class _Probe(PromptPass):
@@ -75,13 +75,13 @@ class _Probe(PromptPass):
     def _record(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys[layer], self.values[layer] = keys[0].to("meta"), values[0].to("meta")
 
-    def attend(self, module, query, key, value, mask, *options) -> torch.Tensor:
+    def attend(self, module, query, key, value, mask, scores) -> torch.Tensor:
         """See `ForwardPass.attend`."""
         self.calls += 1
         self.is_plain &= {id(key), id(value)} <= self.returned or has_latents(module)
         if mask is not None and bool(mask[..., 0, 1].any()):
             raise ValueError("its attention is bidirectional")
-        return super().attend(module, query, key, value, mask, *options)
+        return super().attend(module, query, key, value, mask, scores)
 
 
 class ModuleDecoder:
@@ -183,7 +183,9 @@ class ModuleDecoder:
         arguments: dict[str, Any] = {self._cache_argument: forward_pass.cache, "use_cache": True}
         if self._takes_positions and positions is not None:
             arguments["position_ids"] = positions
-        if self._takes_kept:
+        if kept is None and ids.shape[1] > 1:
+            kept = torch.tensor([ids.shape[1] - 1], device=ids.device)
+        if self._takes_kept:  # for a number, some models do not compute the other tokens in all layers
             arguments["logits_to_keep"] = 1 if kept is None else kept
         if self.routing is None:
             with running(forward_pass):
@@ -193,7 +195,7 @@ class ModuleDecoder:
                 logits = self.module(ids, **arguments).logits
             self.routed_experts = torch.stack(choices, 1).to(torch.int16)
         if not self._takes_kept:
-            logits = logits[:, -1:] if kept is None else logits[:, kept]
+            logits = logits if kept is None else logits[:, kept]
         return logits.flatten(0, 1)
 
     def prefill(

@@ -68,13 +68,13 @@ class SlotPass(ForwardPass):
         """See `ForwardPass.query_positions`."""
         return self.positions[:, None]
 
-    def attend(self, module, query, key, value, mask, scaling, softcap, sinks, window) -> torch.Tensor:
+    def attend(self, module, query, key, value, mask, scores) -> torch.Tensor:
         """See `ForwardPass.attend`."""
         mask, query = self.causal if mask is None else mask, query.to(key.dtype)
         if not has_latents(module):
-            return attention(query, key, value, mask, scaling, softcap, sinks).transpose(1, 2)
+            return attention(query, key, value, mask, scores).transpose(1, 2)
         latents, joint = key, self.pages.joint[module.layer_idx][: len(self.rows), :, : self.width]
-        attended = attention(latent_query(module, query), joint, latents, mask, scaling, softcap, sinks)
+        attended = attention(latent_query(module, query), joint, latents, mask, scores)
         return values_of_latents(module, attended).transpose(1, 2)
 
 
