@@ -40,9 +40,8 @@ def plan_micro_batches(
             return chunks
         with_prefixes = plan_shared_prefixes(shared, lengths, budget)
         return with_prefixes if len(with_prefixes) <= len(chunks) else chunks
-    size, rows = micro.rows or len(lengths), list(range(len(lengths)))
-    if padded:
-        rows.sort(key=lambda row: -lengths[row])
+    size = micro.rows or len(lengths)
+    rows = sorted(range(len(lengths)), key=lambda row: -lengths[row] if padded else 0)
     return [sorted(rows[i : i + size]) for i in range(0, len(rows), size)]
 
 

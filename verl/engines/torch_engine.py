@@ -101,8 +101,7 @@ class TorchEngine(TrainEngine):
 
             self.adapters = lora.Adapters(self.module)
         else:
-            for parameter in self.module.parameters():  # what the model has frozen, such as sinusoids, stays frozen
-                parameter.requires_grad_(trains and parameter.requires_grad)
+            self.module.requires_grad_(trains)
         if trains and spec.model.freeze_vision_tower:
             tower_of(self.module)[1].requires_grad_(False)
         self._checkpoints_activations = False
@@ -216,8 +215,8 @@ class TorchEngine(TrainEngine):
         # a prompt is computed once for all its rows if attention processes all rows in one call
         shared_prefix = shares_prefix and self.packs and self.sharding.sp_size == 1
         shared_prefix = shared_prefix and attends_in_one_call(lengths, self.model_spec.compute_dtype, self.device)
-        shared = columns if shared_prefix else None
-        rows = plan_micro_batches(lengths, micro, shared, self.sharding.sp_size, not self.packs)
+        shared, ranks = columns if shared_prefix else None, self.sharding.sp_size
+        rows = plan_micro_batches(lengths, micro, shared, ranks, padded=not self.packs)
         return _Plan(self.sharding.equalize(rows), shared_prefix)
 
     def _choose_micro_batching(self, lengths: list[int], micro: MicroBatching, images: bool = False) -> MicroBatching:

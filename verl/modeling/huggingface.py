@@ -174,8 +174,7 @@ class LMHead:
             ids = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
             return self.module(input_ids=ids).logits.squeeze(0)
         except IndexError as error:
-            name = type(self.module).__name__
-            raise ValueError(f"{name} computes logits from more than hidden states: it is not supported") from error
+            raise ValueError(f"{type(self.module).__name__} computes logits from more than hidden states") from error
         finally:
             for layer, forward in zip(self._skipped, previous):
                 del layer.forward

@@ -62,8 +62,8 @@ def _calls_attention(layer: nn.Module, config: Any) -> bool:
     """Whether a layer runs through the attention interface of transformers, and passes on its sliding window."""
     code = inspect.unwrap(type(layer).forward).__code__
     keywords = {name for names in code.co_consts if isinstance(names, tuple) for name in names}
-    window, positions = (getattr(config, name, None) for name in ("sliding_window", "max_position_embeddings"))
-    has_window = isinstance(window, int) and 0 < window < (positions or window + 1)
+    window = getattr(config, "sliding_window", None) or 0
+    has_window = 0 < window < (getattr(config, "max_position_embeddings", None) or window + 1)
     return "ALL_ATTENTION_FUNCTIONS" in code.co_names and ("sliding_window" in keywords or not has_window)
 
 

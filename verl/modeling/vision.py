@@ -333,7 +333,7 @@ class VisionForward:
     def __init__(self, module: nn.Module, always: bool = False):
         self.config, self.trunk, self.always = module.config, trunk_of(module), always
         self.inserts_features = self.config.model_type in PACKED
-        self.tower = tower_of(module)[1]
+        self.tower = tower_of(module)[1] if self.inserts_features else None
         self.parameters = inspect.signature(self.trunk.forward).parameters
 
     def __call__(self, model_input: Any, extra: Mapping[str, Any]) -> torch.Tensor:

@@ -228,12 +228,8 @@ class Tokens:
 
 def shares_prefix(job: Job, role: Role, on_gpu: bool) -> bool:
     """Whether the training engine computes a prompt once for its samples (`attends_in_one_call`)."""
-    if (
-        job.replays
-        or role.shape.padded
-        or role.layout.sequence > 1
-        or (role.lora_rank and on_gpu and role.compute_bytes > 2)
-    ):
+    wide_adapters = role.lora_rank and on_gpu and role.compute_bytes > 2
+    if job.replays or role.shape.padded or role.layout.sequence > 1 or wide_adapters:
         return False
     return not on_gpu or (role.compute_bytes == 2 and job.length < 4096)
 

@@ -169,9 +169,7 @@ class HFRollout(RolloutEngine):
         return batches
 
     def _changes_with_padding(self) -> bool:
-        """Whether a prompt gets other logits with padding on its left, as in models that count it as positions."""
-        if self.reads_images:
-            return False
+        """Whether padding on the left of a prompt changes its logits: the model counts it as positions, for example."""
         ids = torch.tensor([[self.pad_token_id] * 3 + [5, 6, 7, 8]], device=self.module.device) % self._limits()[0]
         mask = (torch.arange(7, device=ids.device) >= 3).long()[None]
         config = GenerationConfig(
@@ -182,9 +180,16 @@ class HFRollout(RolloutEngine):
                 self.module.generate(ids[:, n:], attention_mask=mask[:, n:], generation_config=config).logits[0]
                 for n in (0, 3)
             )
+            forward = self.module(ids[:, 3:], use_cache=False).logits[:, -1]
         # 16 bits: other shapes round differently
         bound = 1e-3 if (self.autocast_to or self.module.dtype).itemsize > 2 else 0.05
-        return not (padded - alone).abs().max() <= bound * alone.abs().max()
+        bound *= forward.abs().max()
+        if (alone - forward).abs().max() > bound:
+            raise ValueError(
+                f"rollout.name=hf: transformers generates with other logits than the forward pass of "
+                f"{type(self.module).__name__} has: it is not supported"
+            )
+        return not (padded - alone).abs().max() <= bound
 
     def _generate(self, requests: list[Request]) -> list[Completion]:
         params, device = requests[0].params, self.module.device
