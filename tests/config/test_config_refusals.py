@@ -103,7 +103,7 @@ VALUES = {
     "async_training.staleness=1": "use the keys of trainer.async",
     "trainer.async.max_staleness=-1": "found -1, expected int >= 0",
     "actor_rollout_ref.hybrid_engine=false": "no separate devices",
-    f"{ACTOR}optim.optimizer=SGD": "the optimizer is torch.optim.AdamW",
+    f"{ACTOR}optim.optimizer=SGD": "AdamW8bit",
     "distillation.enabled=true": "distillation from a teacher is not supported",
     "model_engine=veomni": "selects the engine veomni, which is not supported yet: use dp",
     f"{ARR}ref.megatron.router_replay.mode=R3": "actor.router_replay.mode is for all roles",
@@ -128,10 +128,10 @@ VALUES = {
     "data.suffix=a": "custom function or class as data.custom_cls.kwargs.suffix=...",
     "algorithm.my_temperature=1": "as algorithm.adv_kwargs.my_temperature=...",
     f"{ACTOR}policy_loss.tau_x=1": f"as {ACTOR}policy_loss.loss_kwargs.tau_x=...",
-    "optim.name=muon": f"unknown key (keys of {ACTOR}optim: lr, betas, ",
+    "optim.name=muon": f"unknown key (keys of {ACTOR}optim: optimizer, lr, betas, ",
     # no suggestion is better than a wrong one
     **dict.fromkeys(("my_flag=1", "foo.enable=1", "trainer.foo=1", "trainer.gpus=1", "foo.lrx=1"), "unknown key ("),
-    "actor.optim.name=muon": f"unknown key (keys of {ACTOR}optim: lr, betas, ",
+    "actor.optim.name=muon": f"unknown key (keys of {ACTOR}optim: optimizer, lr, betas, ",
     "reward.reward_model.rollout.dtype=float16": "'float16' (str) is not supported: use reward.reward_model.fsdp.dtype",
 }
 

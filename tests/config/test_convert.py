@@ -99,11 +99,13 @@ def test_values_that_change(arguments, expected, tmp_path):
 
 
 def test_nothing_of_trl_is_dropped_silently(tmp_path):
-    given = GRPO | {"push_to_hub": True, "reward_funcs": ["f"], "lr_scheduler_type": "linear", "lora_r": None}
+    given = GRPO | {"push_to_hub": True, "reward_funcs": ["f"], "lr_scheduler_type": "polynomial", "lora_r": None}
     found = converted(tmp_path, given)
+    schedule = converted(tmp_path, GRPO | {"lr_scheduler_type": "linear"}).values[_ACTOR + "optim.lr_scheduler_type"]
+    assert schedule == "linear"
     assert remark(found, "push_to_hub") == "no counterpart: push_to_hub: True"
     assert "custom_reward_function.path" in remark(found, "reward_funcs")
-    assert "constant or cosine" in remark(found, "linear")
+    assert "constant, cosine or linear" in remark(found, "polynomial")
     assert remark(found, "null in the file") == "null in the file: lora_r"
     assert "beta=0.0" in remark(found, "TRL's defaults")
     assert converted(tmp_path, {"learning_rate": 1e-5, "packing": True}).schema is SFTConfig

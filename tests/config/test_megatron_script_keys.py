@@ -28,6 +28,10 @@ def load(line, schema=None):
 
 SETS = {
     # the optimizer of Megatron
+    f"{ACTOR}optim.lr_decay_style=linear": {f"{ACTOR}optim.lr_scheduler_type": "linear"},
+    f"{ACTOR}optim.optimizer=adamw critic.optim.optimizer=AdamW8bit critic.optim.optimizer_impl=torchao.optim": {
+        "critic.optim.optimizer": "AdamW8bit"
+    },
     f"{ACTOR}optim.lr_decay_style=cosine": {f"{ACTOR}optim.lr_scheduler_type": "cosine"},
     f"{ACTOR}optim.lr_decay_steps=50": {f"{ACTOR}optim.total_training_steps": 50},
     f"{ACTOR}optim.lr_decay_steps=null": {f"{ACTOR}optim.total_training_steps": -1},

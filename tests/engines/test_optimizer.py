@@ -7,7 +7,6 @@ import torch
 
 from tests.engines.ranks import (
     UNEVEN,
-    engine_on_rank,
     make_batch,
     make_engine,
     qwen2,

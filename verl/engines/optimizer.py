@@ -1,7 +1,7 @@
 """AdamW, its learning-rate schedule and gradient clipping over parameters that may be sharded.
 
-`AdamW8bit` keeps its moments in 8 bits with a scale for each block (Dettmers et al. 2022, arXiv 2110.02861): a quarter of
-the memory. A block is a section of a row, which FSDP does not cut, so a run resumes on any number of ranks.
+`AdamW8bit` keeps its moments in 8 bits with a scale for each block (Dettmers et al. 2022, arXiv 2110.02861): a quarter
+of the memory. A block is a section of a row, which FSDP does not cut, so a run resumes on any number of ranks.
 """
 
 import inspect
@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from verl.config import schema
 from verl.engines.parallel import full_tensor
-
 
 #: elements of a row whose moments share a scale; rows of a matrix that are updated at a time have _CHUNK elements
 _BLOCK, _CHUNK = 256, 2**24
@@ -123,7 +122,7 @@ def _encode(values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, leas
 
 
 def lr_multiplier(optim: schema.OptimConfig, total_training_steps: int = -1) -> Callable[[int], float]:
-    """The schedule: linear warm-up, then constant, cosine, linear, or wsd, which is constant and ends with a linear decay.
+    """The schedule: linear warm-up, then constant, cosine, linear, or wsd: constant, with a linear decay at the end.
 
     Args:
         total_training_steps: length of the run, if the section does not set its own.

@@ -1,7 +1,8 @@
 """Base weights in 4 bits under LoRA adapters: QLoRA (Dettmers et al. 2023, arXiv 2305.14314), with bitsandbytes.
 
-A weight is stored as NF4 codes with one float32 scale for 64 elements: 4.5 bits. A layer computes with the weight that the
-codes stand for, rounded to the dtype of the computation, and so do the reference policy, the rollout and a merged model.
+A weight is stored as NF4 codes with one float32 scale for 64 elements: 4.5 bits. A layer computes with the weight that
+the codes stand for, rounded to the dtype of the computation, and so do the reference policy, the rollout and a merged
+model.
 """
 
 import importlib.util

@@ -107,7 +107,12 @@ def _megatron(section: schema.MegatronConfig, checkpointing: bool | str, on_gpu:
 
 
 def _sharded(section: schema.EngineConfig, liger: bool, on_gpu: bool, adapters: bool = False) -> dict[str, Any]:
-    """The attributes of a role that a section of FSDP sets. liger: `model.use_liger`. adapters: the weights are frozen."""
+    """The attributes of a role that a section of FSDP sets.
+
+    Args:
+        liger: `model.use_liger`.
+        adapters: whether the weights are frozen, so that they have the dtype of the computation.
+    """
     compute_bytes = _bytes(section.dtype, 2 if on_gpu else 4)
     return {
         "weight_bytes": _bytes(section.model_dtype, compute_bytes if adapters else 4),

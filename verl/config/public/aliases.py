@@ -297,8 +297,11 @@ def _decay_style(section: str) -> Computed:
     """The schedule of Megatron's optimizer."""
 
     def decay_style(value: Any, lookup: Lookup) -> dict[str, Any]:
-        if value not in ("constant", "cosine"):
-            raise ValueError(f"found {value!r}, expected one of constant, cosine")
+        if value not in ("constant", "cosine", "linear"):
+            raise ValueError(
+                f"found {value!r}, expected one of constant, cosine, linear; WSD is lr_scheduler_type=wsd with "
+                "lr_decay_steps_ratio"
+            )
         return {section + "lr_scheduler_type": value}
 
     return decay_style
@@ -334,6 +337,9 @@ def _megatron_optimizer(section: str) -> dict[str, Computed]:
     """The keys of an `optim` section that only public verl's Megatron engine reads."""
     return {
         section + "lr_decay_style": _decay_style(section),
+        section + "optimizer": lambda value, lookup: {
+            section + "optimizer": "AdamW" if value in ("adam", "adamw") else value
+        },
         section + "lr_decay_steps": _same(section + "total_training_steps"),
         section + "min_lr": _min_lr(section),
     }

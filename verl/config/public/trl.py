@@ -334,9 +334,9 @@ def _part_of_another(value: Any, arguments: Mapping[str, Any]) -> Values:
 
 
 def _schedule(optim: str) -> Rule:
-    names = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine"}
+    names = {"constant_with_warmup": "constant"} | {name: name for name in ("constant", "cosine", "linear")}
     return lambda value, arguments: (
-        {optim + "lr_scheduler_type": names[value]} if value in names else "use constant or cosine"
+        {optim + "lr_scheduler_type": names[value]} if value in names else "use constant, cosine or linear"
     )
 
 
