@@ -142,7 +142,7 @@ VLLM_SUITE = [
     Work("0.5B", 512, 128, 2048, lengths="lognormal"),
     Work("7B", 256, 128, 256),
 ]
-FAMILY_SUITE = [Work(name, 256, 128, 256) for name in FAMILIES if not name.endswith("-small")]
+FAMILY_SUITE = [Work(name, 256, 128, 128) for name in FAMILIES if not name.endswith("-small")]
 SMALL_SUITE = [Work(name, 64, 16, 64) for name in FAMILIES if name.endswith("-small")]
 SMALL_SUITE += [Work("smollm3-small", 128, 16, 64, samples=8, lengths="lognormal")]
 SUITES = {

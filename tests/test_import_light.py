@@ -27,6 +27,8 @@ ADAPTERS = {
     "verl.weight_sync.reshard.chunks_triton",
     "verl.rollout.native.cuda_decoder",
     "verl.rollout.native.batch_invariant_cuda",
+    "verl.rollout.native.generic.cuda",
+    "verl.rollout.native.generic.kernels",
     "verl.rollout.native.paged_scheduler",
 }
 

@@ -126,8 +126,7 @@ def read_decoder(
     Raises:
         ValueError: an unsupported rotary variant, wrapped projections, sharded parameters.
     """
-    config, trunk = module.config.get_text_config(), language_model_of(module)
-    family = FAMILIES[type(module).__name__]
+    config, trunk, family = module.config.get_text_config(), language_model_of(module), FAMILIES[type(module).__name__]
     head_dim = trunk.layers[0].self_attn.head_dim
     head = module.lm_head.weight
     transposed = head.device.type == "cpu" and sum(p.nbytes for p in module.parameters()) <= transpose_limit

@@ -109,9 +109,9 @@ class PagedPass(ForwardPass):
             buffers.slots, buffers.width, splits, 0 if mask is None else mask.stride(0), HQ=heads, HK=kv_heads,
             GP=_HEADS, TILES=tiles, S=BLOCK_SIZE, N=BLOCK_SIZE if key_size + value_size <= 256 else 32,
             ROW=joint.shape[-1], DK=key_size, DA=main, DR=max(16, triton.next_power_of_2(key_size - main)), FIRST=first,
-            DV=value_size, DP=padded, SOFTCAP=scores.softcap is not None, MASK=mask is not None, SINKS=sinks is not None,
-            WINDOW=0 if mask is None else scores.window or 0, SPLIT=splits > 1, SP=triton.next_power_of_2(splits),
-            PRECISION=self.precision, num_warps=4, num_stages=2,
+            DV=value_size, DP=padded, SOFTCAP=scores.softcap is not None, MASK=mask is not None,
+            SINKS=sinks is not None, WINDOW=0 if mask is None else scores.window or 0, SPLIT=splits > 1,
+            SP=triton.next_power_of_2(splits), PRECISION=self.precision, num_warps=4, num_stages=2,
         )  # fmt: skip
         return out
 

@@ -29,6 +29,21 @@ def store_token(key, value, pages, table, state, slots, table_width, key_row, ke
     tl.store(at + DK, new_value.to(pages.dtype.element_ty), mask=d < DV)
 
 
+@triton.jit
+def _scores(q, q_rest, keys, seen, a, r, scale, softcap, DK: tl.constexpr, DA: tl.constexpr, SOFTCAP: tl.constexpr,
+            PRECISION: tl.constexpr):  # fmt: skip
+    """Scores (GP, N) of queries and keys, which have two groups of columns, a and r."""
+    k = tl.load(keys + a[None, :], mask=seen[:, None] & (a < DK)[None, :], other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if DA < DK:
+        k_rest = tl.load(keys + r[None, :], mask=seen[:, None] & (r < DK)[None, :], other=0.0)
+        scores += tl.dot(q_rest, tl.trans(k_rest), input_precision=PRECISION)
+    scores *= scale
+    if SOFTCAP:
+        scores = softcapped(scores, softcap)
+    return tl.where(seen[None, :], scores, -1e30)
+
+
 @triton.jit(do_not_specialize=["slots", "table_width", "splits", "mask_row"])
 def attend(
     query, pages, table, state, mask, sinks, out, partial, arrived, scale, softcap, slots, table_width, splits,
@@ -60,19 +75,18 @@ def attend(
     row = query + (b * HQ + heads)[:, None] * DK
     q = tl.load(row + a[None, :], mask=valid[:, None] & (a < DK)[None, :], other=0.0)
     q_rest = tl.load(row + r[None, :], mask=valid[:, None] & (r < DK)[None, :], other=0.0)
-    highest = tl.full([GP], -1e30, tl.float32)
-    weight = tl.zeros([GP], tl.float32)
-    total = tl.zeros([GP, DP], tl.float32)
+    highest, weight, total = (
+        tl.full([GP], -1e30, tl.float32),
+        tl.zeros([GP], tl.float32),
+        tl.zeros([GP, DP], tl.float32),
+    )
     if SINKS:  # noqa: SIM102 - a constant of the compiler
         if s == 0:
             highest = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32)
             weight = weight + 1.0
-    begin = tl.maximum(n - WINDOW + 1, 0) // N if WINDOW > 0 else 0
-    end = n // N + 1
+    begin, end = tl.maximum(n - WINDOW + 1, 0) // N if WINDOW > 0 else 0, n // N + 1
     span = (end - begin + splits - 1) // splits
-    low = begin + s * span
-    high = tl.minimum(end, low + span)
-    for p in range(low, high):
+    for p in range(begin + s * span, tl.minimum(end, begin + (s + 1) * span)):
         column = p * N + tl.arange(0, N)
         page = tl.load(table + b * table_width + p * N // S).to(tl.int64)
         seen = column <= n
@@ -81,15 +95,7 @@ def attend(
         if WINDOW > 0:
             seen &= column > n - WINDOW
         cached = pages + (((page * HK + h) * S + column % S) * ROW)[:, None]
-        k = tl.load(cached + a[None, :], mask=seen[:, None] & (a < DK)[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if DA < DK:
-            k_rest = tl.load(cached + r[None, :], mask=seen[:, None] & (r < DK)[None, :], other=0.0)
-            scores += tl.dot(q_rest, tl.trans(k_rest), input_precision=PRECISION)
-        scores *= scale
-        if SOFTCAP:
-            scores = softcapped(scores, softcap)
-        scores = tl.where(seen[None, :], scores, -1e30)
+        scores = _scores(q, q_rest, cached, seen, a, r, scale, softcap, DK, DA, SOFTCAP, PRECISION)
         higher = tl.maximum(highest, tl.max(scores, 1))
         shares = tl.where(seen[None, :], tl.exp(scores - higher[:, None]), 0.0)
         shrink = tl.exp(highest - higher)
