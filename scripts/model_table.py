@@ -107,7 +107,7 @@ def text() -> str:
 
 def run(families: Iterable[str], cells: Iterable[str]) -> None:
     """Run the cells, and write the record after each family."""
-    releases = {name: version(name) for name in ("transformers", "torch", "peft")}
+    releases = {name: version(name).partition("+")[0] for name in ("transformers", "torch", "peft")}
     for family in families:
         outcomes = run_cells(family, cells)
         write_record({family: outcomes}, releases)

@@ -23,6 +23,8 @@ from verl.modeling.huggingface import read_config
 from verl.trainer.checks.models import ModelLimits
 from verl.trainer.checks.models import check_model
 
+#: what a refusal names: a setting with its value, or what to do
+_WAY_OUT = re.compile(r"\w=\S|\b(use|set|remove|add|choose|exclude)\b", re.IGNORECASE)
 RECORD = Path(__file__).with_name("record.json")
 #: families with a tiny model
 TINY = tuple(name for name, row in FAMILIES.items() if not isinstance(row, str))
@@ -95,8 +97,8 @@ class Outcome:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is what a user should see."""
-        return self.is_accepted or self.result == "refused"
+        """Whether it is what a user should see: a right result, or an early refusal that names a way out."""
+        return self.is_accepted or (self.result == "refused" and _WAY_OUT.search(self.message) is not None)
 
 
 def listed(name: str, saved: Saved) -> Outcome:
@@ -132,11 +134,16 @@ def without_paths(error: Exception, saved: Saved) -> str:
     return text.replace(saved.path, "PATH").replace(saved.described, "PATH")[:300]
 
 
+def run_cell(name: str, saved: Saved) -> Outcome:
+    """The outcome of a cell, or of a column of `LISTED`."""
+    return outcome_of(CELLS[name], saved) if name in CELLS else listed(name, saved)
+
+
 def run_cells(family: str, names: Iterable[str]) -> dict[str, Outcome]:
-    """The outcomes of some cells, or columns of `LISTED`, of a family."""
+    """The outcomes of some cells of a family."""
     with tempfile.TemporaryDirectory() as folder:
         saved = checks.save_family(family, Path(folder))
-        return {name: outcome_of(CELLS[name], saved) if name in CELLS else listed(name, saved) for name in names}
+        return {name: run_cell(name, saved) for name in names}
 
 
 # ---- the record -----------------------------------------------------------------------------------------------------

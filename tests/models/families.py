@@ -16,7 +16,8 @@ _PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_facto
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _INDEXER = {"indexer_budget": 256, "indexer_compress_ratio": 4, "indexer_n_heads": 4, "indexer_kv_heads": 1}
 _INDEXER |= {"indexer_head_dim": 8}
-_LATENT = {"per_layer_config": None, "num_key_value_heads": 4, "head_dim": 16}
+_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+_VISION |= {"num_key_value_heads": 4, "head_dim": 8, "global_head_dim": 8}
 
 _DIFFERING: dict[str, Row] = {
     **dict.fromkeys(
@@ -32,10 +33,13 @@ _DIFFERING: dict[str, Row] = {
     },
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}}
     | {"ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "moe_loss_weight": 0.0}},
-    "gemma4": {"text_config": {"per_layer_config": None}},
-    "gemma4_unified": {"text_config": {"per_layer_config": None}},
+    "gemma4": {"text_config": {"per_layer_config": ...}, "vision_config": _VISION},
+    "gemma4_unified": {
+        "text_config": {"per_layer_config": ...},
+        "vision_config": {"mm_embed_dim": 32, "mm_posemb_size": 64},
+    },
     "dots3_note": "the layers of its vision tower have settings by index",
-    "dots3_note_text": _LATENT,
+    "dots3_note_text": "the sizes of its layers are set one by one, 150 MB",
     "gemma3": {"mm_tokens_per_image": 4},
     "gemma3n": "its vision tower needs timm",
     "dory": {"num_hidden_layers": 3, "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1}
@@ -70,6 +74,15 @@ _DIFFERING: dict[str, Row] = {
 }
 #: variants of a family that are computed in another way
 _VARIANTS: dict[str, Row] = {
+    "deepseek_v3-queries": {"model_type": "deepseek_v3", "q_lora_rank": None},
+    "falcon-alibi": {"model_type": "falcon", "alibi": True},
+    "falcon-grouped": {"model_type": "falcon", "new_decoder_architecture": True},
+    "gemma4_text-shared": {"model_type": "gemma4_text", "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+    | {"layer_types": [_SLIDING, _FULL] * 2},
+    "gpt_neox-sequential": {"model_type": "gpt_neox", "use_parallel_residual": False},
+    "granitemoehybrid-dense": {"model_type": "granitemoehybrid", "num_local_experts": 0}
+    | {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "logits_scaling": 8.0},
+    "qwen3_moe-dense": {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
     "qwen2-window": {"model_type": "qwen2", "use_sliding_window": True, "layer_types": [_SLIDING, _FULL]},
 }
 

@@ -14,74 +14,46 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-HIDDEN, HEADS, HEAD_DIM, VOCABULARY, EXPERTS = 32, 4, 8, 96, 4
-_WIDE = 48  # width of MLPs
+VOCABULARY, HEADS = 96, 4
 
-#: name of a field -> its tiny value
-SIZES: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY),
-    **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "embedding_dim", "emb_dim", "word_embed_proj_dim", "embedding_size"),
-        HIDDEN,
+#: the tiny sizes by subject: (value, names of the fields)
+_FIELDS: tuple[tuple[int, str], ...] = (
+    (VOCABULARY, "vocab_size vocab_size_per_layer_input unpadded_vocab_size"),
+    (32, "hidden_size d_model n_embd embedding_dim emb_dim word_embed_proj_dim embedding_size attention_hidden_size"),
+    (32, "input_embedding_size output_embedding_size lru_width"),
+    (48, "intermediate_size intermediate_size_mlp dense_intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim"),
+    (48, "ffn_hidden_size feed_forward_size dff dim_ff d_inner n_inner"),
+    (24, "moe_intermediate_size shared_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size"),
+    (24, "shared_experts_intermediate_size moe_shared_expert_intermediate_size"),
+    (2, "num_hidden_layers n_layer n_layers num_layers num_blocks num_layers_per_stack"),
+    (2, "decoder_layers encoder_layers num_decoder_layers num_encoder_layers"),
+    (HEADS, "num_attention_heads n_head n_heads num_heads attention_heads swa_num_attention_heads index_n_heads"),
+    (HEADS, "decoder_attention_heads encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads"),
+    (HEADS, "linear_num_heads linear_num_value_heads"),
+    (2, "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads num_query_groups n_groups"),
+    (8, "head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim index_head_dim swa_head_dim dim_head d_head"),
+    (8, "linear_head_dim linear_key_head_dim linear_value_head_dim attention_head_size kv_channels"),
+    (8, "query_pre_attn_scalar hidden_size_per_layer_input"),
+    (
+        8,
+        "kv_lora_rank q_lora_rank o_lora_rank hc_lowrank laurel_rank adapter_rank gated_norm_rank loop_gate_rank d_rel",
     ),
-    **dict.fromkeys(("input_embedding_size", "output_embedding_size", "attention_hidden_size", "lru_width"), HIDDEN),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "dff", "dim_ff"), _WIDE),
-    **dict.fromkeys(("ffn_hidden_size", "dense_intermediate_size", "intermediate_size_mlp", "d_inner"), _WIDE),
-    **dict.fromkeys(("feed_forward_size", "n_inner"), _WIDE),
-    **dict.fromkeys(
-        (
-            *("moe_intermediate_size", "shared_intermediate_size", "shared_expert_intermediate_size"),
-            *("shared_experts_intermediate_size", "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
-        ),
-        24,
-    ),
-    **dict.fromkeys(
-        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "num_blocks"), 2
-    ),
-    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers", "num_layers_per_stack"), 2),
-    **dict.fromkeys(
-        (
-            *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "swa_num_attention_heads"),
-            *("decoder_attention_heads", "encoder_attention_heads", "num_encoder_attention_heads"),
-            *("num_decoder_attention_heads", "index_n_heads", "linear_num_heads", "linear_num_value_heads"),
-        ),
-        HEADS,
-    ),
-    **dict.fromkeys(
-        ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "linear_num_key_heads", "num_query_groups"),
-        2,
-    ),
-    **dict.fromkeys(
-        ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_head_dim", "linear_head_dim"),
-        HEAD_DIM,
-    ),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "swa_head_dim", "dim_head", "d_head"), HEAD_DIM),
-    **dict.fromkeys(("attention_head_size", "query_pre_attn_scalar", "kv_channels"), HEAD_DIM),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "o_lora_rank", "hc_lowrank", "laurel_rank", "adapter_rank"), 8),
-    **dict.fromkeys(("hidden_size_per_layer_input", "gated_norm_rank", "loop_gate_rank", "d_rel"), 8),
-    **dict.fromkeys(
-        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "router_hidden_size"), EXPERTS
-    ),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
-    **dict.fromkeys(("n_group", "num_expert_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
-    **dict.fromkeys(("moe_num_shared_experts", "first_k_dense_replace", "num_dense_layers", "zero_expert_num"), 1),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "context_length"), 256),
-    **dict.fromkeys(("max_target_positions", "max_source_positions", "original_max_position_embeddings"), 256),
-    **dict.fromkeys(("sliding_window", "window_size", "attention_window_size", "sliding_window_size"), 6),
-    **dict.fromkeys(("local_attention", "attention_chunk_size"), 6),
-    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 8),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
-    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 8),
-    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
-    **dict.fromkeys(("mamba_dt_rank", "time_step_rank", "num_nextn_predict_layers"), 4),
-    "n_groups": 2,
-    "mamba_d_ssm": 64,
-    "index_topk": 256,
-    "rotary_dim": 4,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    (4, "num_experts num_local_experts n_routed_experts moe_num_experts router_hidden_size"),
+    (2, "num_experts_per_tok num_experts_per_token moe_topk moe_k"),
+    (1, "n_group num_expert_group topk_group n_shared_experts num_shared_experts moe_num_shared_experts"),
+    (1, "first_k_dense_replace num_dense_layers zero_expert_num"),
+    (256, "max_position_embeddings n_positions max_seq_len n_ctx context_length index_topk"),
+    (256, "max_target_positions max_source_positions original_max_position_embeddings"),
+    (6, "sliding_window sliding_window_size window_size attention_window_size local_attention attention_chunk_size"),
+    (8, "mamba_d_state state_size ssm_state_size mamba_n_heads mamba_num_heads mamba_d_head mamba_head_dim"),
+    (8, "mamba_headdim chunk_size mamba_chunk_size"),
+    (64, "mamba_d_ssm"),
+    (4, "mamba_dt_rank time_step_rank num_nextn_predict_layers rotary_dim"),
+    (0, "pad_token_id"),
+    (1, "bos_token_id"),
+    (2, "eos_token_id"),
+)
+SIZES = {name: value for value, names in _FIELDS for name in names.split()}
 #: fields with one entry per layer, in which every kind of the defaults appears
 _KINDS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types")
 
@@ -113,8 +85,12 @@ def tiny_config(model_type: str, differing: Mapping[str, Any]) -> PretrainedConf
     inner = {name: part for name, part in defaults.items() if name in CONFIG_MAPPING[model_type].sub_configs and part}
     values = _tiny_values(defaults) | {name: part | _tiny_values(part) for name, part in inner.items()}
     for name, value in differing.items():
-        values[name] = values[name] | value if name in inner else value
-    return AutoConfig.for_model(model_type, **{name: value for name, value in values.items() if value is not ...})
+        values[name] = _without_defaults(values[name] | value) if name in inner else value
+    return AutoConfig.for_model(model_type, **_without_defaults(values))
+
+
+def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not ...}
 
 
 @torch.no_grad()
