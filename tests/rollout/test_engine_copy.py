@@ -144,18 +144,13 @@ class Lacking:
 @pytest.mark.parametrize(
     ("probe", "message", "lacking"),
     [
-        (
-            vllm_capabilities.probe,
-            r"vLLM 0\.1 lacks LLM\.collective_rpc, LLM\.wake_up, .*tested versions: vllm 0\.24\.0",
-            ("LLM.reset_prefix_cache(reset_running_requests)", "EngineArgs(logprobs_mode)", "SamplingParams(seed)"),
-        ),
-        (
-            partial(sglang_capabilities.probe, on_gpu=True),
-            r"SGLang 0\.1 lacks Engine\.async_generate, .*tested versions: 0\.5\.15",
-            ("ServerArgs(load_format)",),
-        ),
+        (vllm_capabilities.probe,
+         r"vLLM 0\.1 lacks LLM\.collective_rpc, LLM\.wake_up, .*tested versions: vllm 0\.24\.0",
+         ("LLM.reset_prefix_cache(reset_running_requests)", "EngineArgs(logprobs_mode)", "SamplingParams(seed)")),
+        (partial(sglang_capabilities.probe, on_gpu=True),
+         r"SGLang 0\.1 lacks Engine\.async_generate, .*tested versions: 0\.5\.15", ("ServerArgs(load_format)",)),
     ],
-)
+)  # fmt: skip
 def test_a_package_that_lacks_something_is_named_with_the_tested_versions(probe, message, lacking, monkeypatch):
     monkeypatch.setattr("verl.utils.packages.is_installed", lambda module: True)
     monkeypatch.setattr(external.importlib.metadata, "version", lambda name: "0.1")
