@@ -142,13 +142,13 @@ def test_penalty_in_the_reward():
 
 
 def test_controllers_keep_their_state():
-    adaptive = get_kl_controller("adaptive", 0.1, target_kl=1.0, horizon=100)
+    adaptive = get_kl_controller("adaptive", 0.1, target_kl=2.0, horizon=100)
     adaptive.update(0.0, 10)
     assert adaptive.value == pytest.approx(0.098)  # 0.1 (1 - 0.2 * 10 / 100): the error is clipped
-    again = get_kl_controller("adaptive", 0.1, target_kl=1.0, horizon=100)
+    again = get_kl_controller("adaptive", 0.1, target_kl=2.0, horizon=100)
     again.load_state_dict(adaptive.state_dict())
-    adaptive.update(1.1, 10)
-    again.update(1.1, 10)
+    adaptive.update(2.2, 10)
+    again.update(2.2, 10)
     assert adaptive.value == again.value == pytest.approx(0.098 * (1 + 0.1 * 0.1))
     fixed = get_kl_controller("fixed", kl_coef=0.2)
     fixed.update(100.0, 10)

@@ -22,17 +22,19 @@ def log_sigmoid(x):
 @pytest.mark.parametrize("settings", [{}, {"label_smoothing": 0.2}, {"loss_type": "ipo"}, {"beta": 0.5}])
 def test_dpo_equals_the_loop(settings):
     beta, s = settings.get("beta", 0.1), settings.get("label_smoothing", 0.0)
-    total, right = 0.0, 0
+    total, sums = 0.0, torch.zeros(4, dtype=torch.float64)
     for chosen, rejected, ref_chosen, ref_rejected in zip(*(x.tolist() for x in pairs())):
         h = (chosen - rejected) - (ref_chosen - ref_rejected)
-        right += h > 0
+        sums += torch.tensor([h > 0, beta * h, beta * (chosen - ref_chosen), beta * (rejected - ref_rejected)])
         if settings.get("loss_type") == "ipo":
             total += (h - 1 / (2 * beta)) ** 2
         else:
             total += -(1 - s) * log_sigmoid(beta * h) - s * log_sigmoid(-beta * h)
     loss, metrics = dpo_loss(*pairs(), **settings)
     assert loss.item() == pytest.approx(total / 5)
-    assert merge_metrics([metrics])["dpo/accuracy"] == right / 5
+    names = ("accuracy", "margin", "reward_chosen", "reward_rejected")
+    expected = {f"dpo/{name}": value / 5 for name, value in zip(names, sums.tolist())}
+    assert merge_metrics([metrics]) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("settings", [{}, {"label_smoothing": 0.2}, {"loss_type": "ipo"}])

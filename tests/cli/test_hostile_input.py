@@ -51,38 +51,27 @@ def status_of(*arguments: str) -> tuple[int, str]:
     return found.exit_code, found.output
 
 
-#: arguments with FILE, and its suffix
-READERS = [
-    ("train --config FILE --dry-run", ".yaml"),
-    ("train --config-path FILE --config-name x --dry-run", ""),
-    ("train data.train_files=FILE --dry-run", ".parquet"),
-    ("train imports=[FILE] --dry-run", ".py"),
-    ("train actor_rollout_ref.model.path=FILE --dry-run", ""),
-    ("plan FILE", ".yaml"),
-    ("plan --gpus 8 --model FILE", ""),
-    ("sft --config FILE --dry-run", ".yaml"),
-    ("generate --config FILE --dry-run", ".yaml"),
-    ("generate model.path=FILE data.path=FILE --dry-run", ".jsonl"),
-    ("eval --config FILE --dry-run", ".yaml"),
-    *(("eval data.path=FILE reward.reward_function=accuracy_reward", end) for end in (".jsonl", ".parquet", ".csv")),
-    ("merge --backend fsdp --local_dir FILE --target_dir target", ""),
-    ("merge test --backend megatron --local_dir FILE --test_hf_dir FILE", ""),
-    ("verify-resume --config FILE", ".yaml"),
-    ("quickstart --model FILE", ""),
-    ("serve FILE --port 0", ""),
-    ("serve . --port 0 --imports FILE", ".py"),
-    ("report FILE", ""),
-    ("replay FILE", ""),
-    ("runs list FILE", ""),
-    ("runs compare FILE FILE", ""),
-    ("config diff FILE defaults", ".yaml"),
-    ("config convert FILE", ".yaml"),
-    ("config convert FILE", ".sh"),
+EVALUATION = "eval data.path=FILE reward.reward_function=accuracy_reward"
+#: suffix of FILE -> arguments
+READERS = {".csv": [EVALUATION], ".sh": ["config convert FILE"]}
+READERS[".py"] = ["train imports=[FILE] --dry-run", "serve . --port 0 --imports FILE"]
+READERS[".parquet"] = ["train data.train_files=FILE --dry-run", EVALUATION]
+READERS[".jsonl"] = ["generate model.path=FILE data.path=FILE --dry-run", EVALUATION]
+READERS[".yaml"] = ["train --config FILE --dry-run", "sft --config FILE --dry-run", "eval --config FILE --dry-run"]
+READERS[".yaml"] += ["generate --config FILE --dry-run", "plan FILE", "verify-resume --config FILE"]
+READERS[".yaml"] += ["config diff FILE defaults", "config convert FILE"]
+READERS[""] = [
+    "train --config-path FILE --config-name x --dry-run",
+    "plan --gpus 8 --model FILE",
+    "quickstart --model FILE",
 ]
+READERS[""] += ["train actor_rollout_ref.model.path=FILE --dry-run", "runs list FILE", "runs compare FILE FILE"]
+READERS[""] += ["merge --backend fsdp --local_dir FILE --target_dir target", "serve FILE --port 0", "report FILE"]
+READERS[""] += ["merge test --backend megatron --local_dir FILE --test_hf_dir FILE", "replay FILE"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("command", "suffix"), READERS)
+@pytest.mark.parametrize(("suffix", "command"), [(suffix, line) for suffix in READERS for line in READERS[suffix]])
 def test_a_file_that_cannot_be_read(command, suffix, kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = hostile(tmp_path, kind, suffix)

@@ -27,21 +27,14 @@ def test_names_say_data_algorithm_and_model():
     assert trainer.default_local_dir == f"checkpoints/gsm8k/{trainer.experiment_name}"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "actor_rollout_ref.model.path=other",
-        "data.train_files=[b/gsm8k/train.parquet]",
-        "data.train_batch_size=32",
-        "algorithm.adv_estimator=rloo",
-        "algorithm.gamma=0.9",
-        "actor_rollout_ref.actor.optim.lr=1e-4",
-        "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
-        "actor_rollout_ref.rollout.n=16",
-        "reward.custom_reward_function.path=reward.py",
-        "trainer.seed=7",
-    ],
-)
+OTHER_EXPERIMENTS = ["actor_rollout_ref.model.path=other", "data.train_files=[b/gsm8k/train.parquet]"]
+OTHER_EXPERIMENTS += ["data.train_batch_size=32", "algorithm.adv_estimator=rloo", "algorithm.gamma=0.9"]
+OTHER_EXPERIMENTS += ["actor_rollout_ref.actor.optim.lr=1e-4", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"]
+OTHER_EXPERIMENTS += ["actor_rollout_ref.rollout.n=16", "reward.custom_reward_function.path=reward.py"]
+OTHER_EXPERIMENTS += ["trainer.seed=7"]
+
+
+@pytest.mark.parametrize("change", OTHER_EXPERIMENTS)
 def test_another_experiment_has_another_folder(change):
     assert folder(*GIVEN, change) != folder(*GIVEN)
 
@@ -77,17 +70,12 @@ def test_given_names_keep_their_meaning():
     assert folder(*GIVEN, reference) == f"/runs/gsm8k/{name}"
 
 
-@pytest.mark.parametrize(
-    ("files", "project"),
-    [
-        ("[openai/gsm8k]", "gsm8k"),
-        ("[tasks/reverse.jsonl]", "reverse"),
-        ("[tiny/data/train-00000-of-00002.parquet,tiny/data/train-00001-of-00002.parquet]", "tiny"),
-        ("[openai/gsm8k,data/maths/train.parquet]", "gsm8k+maths"),
-        ("[train.parquet]", "data"),
-        ("[]", "data"),
-    ],
-)
+PROJECTS = {"[openai/gsm8k]": "gsm8k", "[tasks/reverse.jsonl]": "reverse"}
+PROJECTS |= {"[tiny/data/train-00000-of-00002.parquet,tiny/data/train-00001-of-00002.parquet]": "tiny"}
+PROJECTS |= {"[openai/gsm8k,data/maths/train.parquet]": "gsm8k+maths", "[train.parquet]": "data", "[]": "data"}
+
+
+@pytest.mark.parametrize(("files", "project"), PROJECTS.items())
 def test_the_project_is_named_after_the_data(files, project):
     assert load_config(overrides=[f"data.train_files={files}"]).trainer.project_name == project
 

@@ -58,32 +58,14 @@ def test_countdown_examples_are_solvable_as_the_definition_says(tasks):
         assert example.ground_truth == example.prompt[:-1]
 
 
-@pytest.mark.parametrize(
-    "answer, score",
-    [
-        ("1+2*3", 1.0),
-        ("3*2+1", 1.0),
-        ("(1)+(2*3)", 1.0),
-        ("1+2+3", 0.0),  # 6
-        ("7", 0.0),  # no numbers used
-        ("1*7", 0.0),
-        ("1+2*3+0", 0.0),
-        ("1+1+2+3", 0.0),
-        ("2*3", 0.0),
-        ("1+2*3=7", 0.0),
-        ("1+6", 0.0),
-        ("__import__('os').system('x')", 0.0),
-        ("2**3-1", 0.0),
-        ("True+2*3", 0.0),
-        ("-1+2*3", 0.0),
-        ("1+2*", 0.0),
-        ("(" * 5000, 0.0),
-        ("\x00", 0.0),
-        (" 1+2*3", 0.0),
-    ],
-)
-def test_countdown_answers_judged_by_hand(tasks, answer, score):
-    assert tasks.compute_score("countdown3", answer, "1,2,3:7", {}) == score
+RIGHT = ["1+2*3", "3*2+1", "(1)+(2*3)"]
+WRONG = ["1+2+3", "7", "1*7", "1+2*3+0", "1+1+2+3", "2*3", "1+2*3=7", "1+6", "__import__('os').system('x')", "2**3-1"]
+WRONG += ["True+2*3", "-1+2*3", "1+2*", "(" * 5000, "\x00", " 1+2*3"]
+
+
+@pytest.mark.parametrize("answer", [*RIGHT, *WRONG])
+def test_countdown_answers_judged_by_hand(tasks, answer):
+    assert tasks.compute_score("countdown3", answer, "1,2,3:7", {}) == float(answer in RIGHT)
 
 
 @pytest.mark.parametrize(

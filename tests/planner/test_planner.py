@@ -413,17 +413,11 @@ def test_a_stale_calibration_of_this_host_is_named(tmp_path, monkeypatch):
     assert f"is stale: torch 1.0 -> {now['torch']}; `verl plan --calibrate` measures it" in nominal.source
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA H20", "H20"),
-        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
-        ("Tesla T4", None),
-    ],
-)
+DEVICE_NAMES = {"NVIDIA H200": "H200", "NVIDIA H20": "H20", "NVIDIA A100-SXM4-40GB": "A100-40GB"}
+DEVICE_NAMES |= {"NVIDIA A100-SXM4-80GB": "A100", "NVIDIA GeForce RTX 4090": "RTX-4090", "Tesla T4": None}
+
+
+@pytest.mark.parametrize(("name", "key"), DEVICE_NAMES.items())
 def test_the_profile_of_a_device_name(name, key):
     found = devices.known_gpu(name)
     assert (found.name if found else None) == key

@@ -16,48 +16,22 @@ SAMPLES = str(Path(__file__).with_name("sample_rewards.py"))
 
 # ---- multiple choice ------------------------------------------------------------------------------------------------
 
-CHOICES = [
-    ("B", "B"),
-    ("b", "B"),
-    (" B.", "B"),
-    ("(B)", "B"),
-    ("B) Paris", "B"),
-    ("**B**", "B"),
-    ("B. Paris, because it is the capital", "B"),
-    ("The answer is B", "B"),
-    ("The answer is B.", "B"),
-    ("The answer is (B).", "B"),
-    ("The answer is **(B)**.", "B"),
-    ("The correct answer is option B", "B"),
-    ("Answer: B", "B"),
-    ("**Answer:** B", "B"),
-    ("Answer: (B) Paris", "B"),
-    ("ANSWER: B", "B"),
-    ("the answer is b", "B"),
-    ("The answer must be A, not B", "A"),
-    ("A is wrong. C is wrong. The answer is D because it fits", "D"),
-    ("The answer is A because of this", "A"),
-    ("I first thought the answer is A, but the answer is C.", "C"),
-    ("I choose C", "C"),
-    ("I would pick option C here", "C"),
-    ("So the right choice is C.", "C"),
-    (r"so \boxed{D}", "D"),
-    (r"so \boxed{\text{D}}", "D"),
-    (r"so \boxed{\text{(D)}}", "D"),
-    (r"\boxed{D. 42}", "D"),
-    ("<think>A or B?</think><answer>B</answer>", "B"),
-    ("#### C", "C"),
-    ("Let us see.\nA. no\nB. no\nC. yes\n\nC", "C"),
-    ("Because of that it is (C)", "C"),
-    ("A dog has four legs", None),
-    ("It's unclear", None),
-    ("I do not know", None),
-    ("", None),
-    ("The answer is Z", None),
-]
+#: letter -> responses whose answer it is
+CHOICES: dict[str | None, list[str]] = {}
+CHOICES["B"] = ["B", "b", " B.", "(B)", "B) Paris", "**B**", "B. Paris, because it is the capital", "The answer is B"]
+CHOICES["B"] += ["The answer is B.", "The answer is (B).", "The answer is **(B)**.", "The correct answer is option B"]
+CHOICES["B"] += ["Answer: B", "**Answer:** B", "Answer: (B) Paris", "ANSWER: B", "the answer is b"]
+CHOICES["B"] += ["<think>A or B?</think><answer>B</answer>"]
+CHOICES["A"] = ["The answer must be A, not B", "The answer is A because of this"]
+CHOICES["D"] = ["A is wrong. C is wrong. The answer is D because it fits", r"so \boxed{D}", r"so \boxed{\text{D}}"]
+CHOICES["D"] += [r"so \boxed{\text{(D)}}", r"\boxed{D. 42}"]
+CHOICES["C"] = ["I first thought the answer is A, but the answer is C.", "I choose C", "I would pick option C here"]
+CHOICES["C"] += ["So the right choice is C.", "#### C", "Let us see.\nA. no\nB. no\nC. yes\n\nC"]
+CHOICES["C"] += ["Because of that it is (C)"]
+CHOICES[None] = ["A dog has four legs", "It's unclear", "I do not know", "", "The answer is Z"]
 
 
-@pytest.mark.parametrize("text, letter", CHOICES)
+@pytest.mark.parametrize(("text", "letter"), [(text, letter) for letter, texts in CHOICES.items() for text in texts])
 def test_the_letter_that_a_reader_would_take(text, letter):
     assert extract_choice(text) == letter
 
@@ -181,23 +155,15 @@ def test_outputs_are_compared_by_line_and_word(found, expected, same):
 # ---- format and length ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text, score",
-    [
-        ("<think>a</think><answer>b</answer>", 1.0),
-        ("  <think>\na\n</think>\n\n<answer>b</answer>\n", 1.0),
-        ("<think></think><answer>b</answer>", 0.0),
-        ("<answer>b</answer><think>a</think>", 0.0),
-        ("<think>a</think> so <answer>b</answer>", 0.0),
-        ("<think>a</think><answer>b</answer> bye", 0.0),
-        ("<think>a</think><answer>b", 0.0),
-        ("<think>a</think><think>a</think><answer>b</answer>", 0.0),
-        ("<think>a<answer>b</think></answer>", 0.0),
-        ("b", 0.0),
-    ],
-)
-def test_format(text, score):
-    assert format_reward("x", text, None) == score
+FORMATTED = ["<think>a</think><answer>b</answer>", "  <think>\na\n</think>\n\n<answer>b</answer>\n"]
+OTHERS = ["<think></think><answer>b</answer>", "<answer>b</answer><think>a</think>", "<think>a</think><answer>b", "b"]
+OTHERS += ["<think>a</think> so <answer>b</answer>", "<think>a</think><answer>b</answer> bye"]
+OTHERS += ["<think>a</think><think>a</think><answer>b</answer>", "<think>a<answer>b</think></answer>"]
+
+
+@pytest.mark.parametrize("text", [*FORMATTED, *OTHERS])
+def test_format(text):
+    assert format_reward("x", text, None) == float(text in FORMATTED)
 
 
 def test_format_with_other_tags():
