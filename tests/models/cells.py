@@ -20,8 +20,7 @@ from verl.engines.loading import ModelSpec, empty_module
 from verl.engines.megatron.checks import check_architecture
 from verl.engines.parallel import planned_layers
 from verl.modeling.huggingface import read_config
-from verl.trainer.checks.models import ModelLimits
-from verl.trainer.checks.models import check_model
+from verl.trainer.checks.models import ModelLimits, check_model
 
 #: what a refusal names: a setting with its value, or what to do
 _WAY_OUT = re.compile(r"\w=\S|\b(use|set|remove|add|choose|exclude)\b", re.IGNORECASE)
