@@ -18,7 +18,7 @@ verl.cli -> verl.cli: check:programs examples:programs merge:programs quickstart
 verl.cli.config -> verl.cli: commands:app
 verl.cli.config -> verl.cli.config: convert:show explain:show
 verl.algorithms -> verl.config: presets
-verl.config -> verl.config: batch_summary:describe batch_words:describe no_effect:describe reference:describe
+verl.config -> verl.config: batch_words:describe no_effect:describe reference:describe
 verl.config -> verl.config: node:fields tree:schema tree_actor:schema tree_data:schema tree_model:schema
 verl.config -> verl.config: tree_offline:schema tree_rollout:schema tree_sft:schema tree_trainer:schema
 verl.config.checks -> verl.config: settings:load

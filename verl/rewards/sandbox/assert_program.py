@@ -428,6 +428,14 @@ def judge(channel: Channel, tests: str, has_checks: bool, to_collect: list[str],
     known = {n: m for n, m in known.items() if m.partition(".")[0] in sys.stdlib_module_names and n in names_in(tests)}
     namespace = {"__name__": "__main__", "__file__": "tests.py", "__count__": checks.count, "__check__": checks.check}
     namespace |= {n: importlib.import_module(m) for n, m in known.items()} | {name: program[name] for name in used}
+    passed = run_tests(tests, namespace, to_collect, run_pytest)
+    if passed and not checks.run and requests == len(program):
+        raise BadTests("they have called nothing of the program, and run no assert")
+    return passed and requests > 0 and not checks.failed and (checks.run > 0 or not has_checks)
+
+
+def run_tests(tests: str, namespace: dict[str, Any], to_collect: list[str], run_pytest: Callable | None) -> bool:
+    """Run the code of the tests, and then those that pytest collects. Returns whether these have passed."""
     try:
         exec(compile(tests, "tests.py", "exec"), namespace)
     except SystemExit as end:
@@ -436,10 +444,7 @@ def judge(channel: Channel, tests: str, has_checks: bool, to_collect: list[str],
     fixtures = {
         name: v for name, v in namespace.items() if not name.startswith(("test", "Test")) and type(v) is not Remote
     }
-    passed = not to_collect or run_collected({**fixtures, **{n: namespace[n] for n in to_collect}}, run_pytest)
-    if passed and not checks.run and requests == len(program):
-        raise BadTests("they have called nothing of the program, and run no assert")
-    return passed and requests > 0 and not checks.failed and (checks.run > 0 or not has_checks)
+    return not to_collect or run_collected({**fixtures, **{n: namespace[n] for n in to_collect}}, run_pytest)
 
 
 def names_in(tests: str) -> set[str]:

@@ -18,15 +18,19 @@ from verl.modeling.vision import attention_of
 from verl.rollout.native.generic.attention import NAME, ForwardPass, causal_attention, expand, running
 from verl.rollout.native.generic.cache import Layout, StateKey
 from verl.rollout.native.generic.layers import adapted, has_latents
-from verl.rollout.native.generic.support import NO_INTERFACE, OWN_STATES, position_limit, unsupported
+from verl.rollout.native.generic.support import (
+    CACHE_ARGUMENTS,
+    NO_INTERFACE,
+    OWN_STATES,
+    position_limit,
+    unsupported,
+)
 from verl.rollout.native.model import SHARDED
 from verl.rollout.native.torch_decoder import PREFILL_TOKENS, prefill_batch_size
 from verl.rollout.tensor_parallel import ALONE
 
 #: stores keys (N, HK, DK) and values (N, HK, DV) of a layer
 Store = Callable[[int, torch.Tensor, torch.Tensor], None]
-#: names of the argument of a forward method that takes the cache, newest first
-CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 
 class PromptPass(ForwardPass):

@@ -8,6 +8,8 @@ from typing import Any
 _INSTEAD = "Use rollout.name=hf"
 NO_INTERFACE = "its attention does not use transformers' AttentionInterface"
 OWN_STATES = "its layers keep their states themselves"
+#: names of the argument of a forward method that takes the cache, newest first
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 #: positions of a model without a limit
 _NO_LIMIT = (sys.maxsize, "no limit")
 
@@ -41,8 +43,6 @@ def _reason(model_class: type, config: Any) -> str | None:
         LinearAttentionCacheLayerMixin,
     )
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
-
-    from verl.rollout.native.generic.model import CACHE_ARGUMENTS
 
     homes = [sys.modules[each.__module__] for each in (model_class, MODEL_MAPPING.get(type(config), None)) if each]
     arguments = inspect.signature(model_class.forward).parameters
