@@ -206,7 +206,7 @@ def test_code_that_comes_with_a_model_runs_only_if_it_is_trusted(tmp_path, monke
     given = {"path": str(tmp_path)}
     trusted = ModelSpec(ModelConfig(**given, trust_remote_code=True))
     assert type(trusted.hf_config).__name__ == "MineConfig"
-    with pytest.raises(ValueError, match="actor_rollout_ref.model.trust_remote_code=true"):
+    with pytest.raises(ValueError, match=r"actor_rollout_ref\.model\.trust_remote_code=true"):
         _ = ModelSpec(ModelConfig(**given)).hf_config
 
 
