@@ -201,7 +201,7 @@ def test_a_run_that_stops_for_a_fault_says_so_and_the_command_fails(failed, sett
     assert launch.fit(trainer) == int(failed)
     (record,) = [record for record in caplog.records if "loss is NaN" in record.getMessage()]
     assert record.levelname == ("ERROR" if failed else "INFO")
-    assert record.getMessage().startswith("stopped at step 2" if failed else "early stopping at step 2")
+    assert record.getMessage() == "early stopping at step 2 of 4: loss is NaN"
 
 
 def test_a_mismatch_is_one_message_and_a_failure(settings, capsys):

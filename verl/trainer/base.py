@@ -153,7 +153,6 @@ class Trainer(ABC):
         return ()
 
     def announce(self) -> None:
-        """Log what is going to run."""
         logger.info("%s", self.plan().replace("would train", "training", 1))
 
     def before_first_step(self) -> None:  # noqa: B027 (optional hook)
@@ -239,8 +238,8 @@ class Trainer(ABC):
             self._save_if_due()
         self.checkpointer.wait()
         if view.stop_reason is not None:
-            level, how = (logging.ERROR, "stopped") if view.has_failed else (logging.INFO, "early stopping")
-            logger.log(level, "%s at step %d of %d: %s", how, view.step, view.total_steps, view.stop_reason)
+            log = logger.error if view.has_failed else logger.info
+            log("early stopping at step %d of %d: %s", view.step, view.total_steps, view.stop_reason)
         if view.interrupted is not None and view.end_reason is None:
             raise Stopped(view.interrupted, finished=True)
         self._log = None

@@ -369,6 +369,47 @@ def update(value: Any, new: Any) -> None:
         (value.update if isinstance(value, dict | set) else value.extend)(new)
 
 
+class Solution:
+    """The solution process, as the judge requests it. requests: how many there were."""
+
+    def __init__(self, channel: Channel):
+        self.channel, self.requests, self.functions = channel, 0, []
+
+    def take(self, number: int) -> Any:
+        return Remote(self.request, number) if number >= 0 else self.functions[-1 - number]
+
+    def number_of(self, value: Any) -> int:
+        if isinstance(value, Remote):
+            return value._number
+        if not callable(value):
+            raise BadTests(f"they give an object of type {type(value).__name__} to the program, which gets plain data")
+        self.functions.append(value)
+        return -len(self.functions)
+
+    def call(self, number: int, *packed: Any) -> list[Any]:
+        try:
+            arguments, keywords = (unpack(each, self.take) for each in packed)
+            return ["returned", pack(self.functions[-1 - number](*arguments, **keywords), self.number_of)]
+        except Exception as error:
+            return ["raised", [cls.__name__ for cls in type(error).__mro__], str(error)[:2000]]
+
+    def receive(self, *operands: Any) -> Any:
+        while (message := self.channel.receive())[1] == "callback":
+            self.channel.send(self.call(*message[2:]))
+        printed, status, *content = message
+        sys.stdout.write(printed)
+        if status != "value":
+            return raise_again(*content)
+        result, *after = (unpack(packed, self.take) for packed in content)
+        update(operands, after)
+        return result
+
+    def request(self, operation: str, *operands: Any) -> Any:
+        self.requests += 1
+        self.channel.send([operation, *(pack(item, self.number_of) for item in operands)])
+        return self.receive(*operands)
+
+
 def judge(channel: Channel, tests: str, has_checks: bool, to_collect: list[str], imports: list[str], code: str) -> bool:
     """Run the tests. Returns whether the program has passed, or raises what the tests raise.
 
@@ -377,49 +418,14 @@ def judge(channel: Channel, tests: str, has_checks: bool, to_collect: list[str],
         to_collect: The functions and classes of the tests that pytest collects.
         imports: The names by which the tests import the program.
     """
-    requests, functions = 0, []
-
-    def take(number: int) -> Any:
-        return Remote(request, number) if number >= 0 else functions[-1 - number]
-
-    def number_of(value: Any) -> int:
-        if isinstance(value, Remote):
-            return value._number
-        if not callable(value):
-            raise BadTests(f"they give an object of type {type(value).__name__} to the program, which gets plain data")
-        functions.append(value)
-        return -len(functions)
-
-    def call(number: int, *packed: Any) -> list[Any]:
-        try:
-            arguments, keywords = (unpack(each, take) for each in packed)
-            return ["returned", pack(functions[-1 - number](*arguments, **keywords), number_of)]
-        except Exception as error:
-            return ["raised", [cls.__name__ for cls in type(error).__mro__], str(error)[:2000]]
-
-    def receive(*operands: Any) -> Any:
-        while (message := channel.receive())[1] == "callback":
-            channel.send(call(*message[2:]))
-        printed, status, *content = message
-        sys.stdout.write(printed)
-        if status != "value":
-            return raise_again(*content)
-        result, *after = (unpack(packed, take) for packed in content)
-        update(operands, after)
-        return result
-
-    def request(operation: str, *operands: Any) -> Any:
-        nonlocal requests
-        requests += 1
-        channel.send([operation, *(pack(item, number_of) for item in operands)])
-        return receive(*operands)
-
-    checks = Checks()
+    solution, checks = Solution(channel), Checks()
     run_pytest = take_over_frameworks(tests, bool(to_collect))
     channel.send(code)
-    names = receive()
+    names = solution.receive()
     used = program_names(tests, names["others"])
-    program = {n: request("global", n) for n in (names["others"] if imports else used) if not n.startswith("__")}
+    program = {
+        n: solution.request("global", n) for n in (names["others"] if imports else used) if not n.startswith("__")
+    }
     for name in imports:
         sys.modules[name] = types.ModuleType(name)
         vars(sys.modules[name]).update(program, __all__=[n for n in program if n[0] != "_" and n not in vars(builtins)])
@@ -428,23 +434,16 @@ def judge(channel: Channel, tests: str, has_checks: bool, to_collect: list[str],
     known = {n: m for n, m in known.items() if m.partition(".")[0] in sys.stdlib_module_names and n in names_in(tests)}
     namespace = {"__name__": "__main__", "__file__": "tests.py", "__count__": checks.count, "__check__": checks.check}
     namespace |= {n: importlib.import_module(m) for n, m in known.items()} | {name: program[name] for name in used}
-    passed = run_tests(tests, namespace, to_collect, run_pytest)
-    if passed and not checks.run and requests == len(program):
-        raise BadTests("they have called nothing of the program, and run no assert")
-    return passed and requests > 0 and not checks.failed and (checks.run > 0 or not has_checks)
-
-
-def run_tests(tests: str, namespace: dict[str, Any], to_collect: list[str], run_pytest: Callable | None) -> bool:
-    """Run the code of the tests, and then those that pytest collects. Returns whether these have passed."""
     try:
         exec(compile(tests, "tests.py", "exec"), namespace)
     except SystemExit as end:
         if isinstance(end, ProgramExit) or end.code not in (None, 0):
             raise
-    fixtures = {
-        name: v for name, v in namespace.items() if not name.startswith(("test", "Test")) and type(v) is not Remote
-    }
-    return not to_collect or run_collected({**fixtures, **{n: namespace[n] for n in to_collect}}, run_pytest)
+    others = {n: v for n, v in namespace.items() if not n.startswith(("test", "Test")) and type(v) is not Remote}
+    passed = not to_collect or run_collected({**others, **{n: namespace[n] for n in to_collect}}, run_pytest)
+    if passed and not checks.run and solution.requests == len(program):
+        raise BadTests("they have called nothing of the program, and run no assert")
+    return passed and solution.requests > 0 and not checks.failed and (checks.run > 0 or not has_checks)
 
 
 def names_in(tests: str) -> set[str]:
@@ -454,11 +453,8 @@ def names_in(tests: str) -> set[str]:
 
 
 def program_names(tests: str, known: Iterable[str]) -> set[str]:
-    """Return the program's names that the tests refer to. A builtin's name counts only if no other name does.
-
-    `assert sum(10, 15) == 6` can therefore refer to the program's `sum`, but no program can replace the `abs` in
-    `assert abs(area(2) - 12.57) < 0.01`.
-    """
+    """Return the program's names that the tests refer to. A builtin's name counts only if no other name does, so that
+    no program can replace the `abs` in `assert abs(area(2) - 12.57) < 0.01`."""
     used = names_in(tests) & set(known)
     return used - set(vars(builtins)) or used
 
