@@ -41,7 +41,7 @@ def check_request(
     if request.has_images and not images:
         raise ValueError(
             f"{name}: expected text, found images: rollout.name={engine} runs a text model, or does not support images "
-            "of this model"
+            "of this model, which rollout.name=hf does for every vision-language model"
         )
     prompt = _token_ids(f"{name}: prompt_ids", request.prompt_ids)
     if not prompt:

@@ -309,6 +309,9 @@ class NativeRollout(RolloutEngine):
         samples, longest, width = paged_scheduler.group_rows(rows), _longest(rows), max(row.limit for row in rows)
         max_rows = self.max_rows if is_open else min(len(rows), self.max_rows)
         slots = cuda_decoder.bucket_of(min(max_rows, cuda_decoder.BUCKETS[-1]))
+        if state := self.decoder.cache_bytes_per_row:  # up to a quarter of the memory, and as much while capturing
+            total = int(self.memory_share * torch.cuda.mem_get_info(self.module.device)[1])
+            slots = min(slots, max((b for b in cuda_decoder.BUCKETS if 4 * b * state <= total), default=1))
         row_blocks, lines = paged_scheduler.blocks_for_one(samples), len(rows)
         blocks = min(paged_scheduler.blocks_for(samples), row_blocks * slots)
         if is_open:

@@ -98,6 +98,7 @@ def running(forward_pass: ForwardPass) -> Iterator[None]:
 # ---- what the modules call ------------------------------------------------------------------------------------------
 
 
+@torch.compiler.disable
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -164,6 +165,7 @@ class KeyValueLayer(DynamicLayer):
         super().__init__()
         self.index, self.forward_pass = index, forward_pass
 
+    @torch.compiler.disable
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any):
         return self.forward_pass.write(self.index, key_states, value_states)
 

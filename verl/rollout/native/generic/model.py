@@ -69,11 +69,11 @@ class _Probe(PromptPass):
         self.values: dict[int, torch.Tensor] = {}
         self.calls = 0
         self.is_plain = True
-        self.returned: set[int] = set()
+        self.returned: list[torch.Tensor] = []
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ForwardPass.write`."""
-        self.returned |= {id(keys), id(values)}
+        self.returned += [keys, values]
         return super().write(layer, keys, values)
 
     def _record(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -82,7 +82,8 @@ class _Probe(PromptPass):
     def attend(self, module, query, key, value, mask, scores) -> torch.Tensor:
         """See `ForwardPass.attend`."""
         self.calls += 1
-        self.is_plain &= {id(key), id(value)} <= self.returned or has_latents(module)
+        unchanged = [any(each is returned for returned in self.returned) for each in (key, value)]
+        self.is_plain &= all(unchanged) or has_latents(module)
         if mask is not None and bool(mask[..., 0, 1].any()):
             raise ValueError("its attention is bidirectional")
         return super().attend(module, query, key, value, mask, scores)
@@ -122,6 +123,7 @@ class ModuleDecoder:
         self._cache_argument = next(name for name in CACHE_ARGUMENTS if name in arguments)
         self._takes_positions = "position_ids" in arguments
         self._takes_kept = "logits_to_keep" in arguments
+        self.layout = Layout.from_config(self.module.config)
         self.layout, self.vocab_size = self._probe()
 
     def update(self) -> None:
@@ -160,7 +162,8 @@ class ModuleDecoder:
         """Context in which the modules call the attention of this package."""
         module, config = self.module, self.module.config
         attention, training = attention_of(config), module.training
-        module.set_attn_implementation(NAME)
+        if any(has_keys for has_keys, _ in self.layout.layers):  # otherwise transformers logs a warning
+            module.set_attn_implementation(NAME)
         module.eval()
         try:
             with adapted(module, expand):
@@ -250,7 +253,7 @@ class ModuleDecoder:
     @torch.inference_mode()
     def _probe(self) -> tuple[Layout, int]:
         """What the layers cache, and the number of tokens. Raises ValueError if the engine cannot run the model."""
-        layout, device = Layout.from_config(self.module.config), self.embedding.device
+        layout, device = self.layout, self.embedding.device
         probe = _Probe(layout, device)
         ids, positions = torch.tensor([[3, 4]], device=device), torch.arange(2, device=device)[None]
         reason = None
@@ -279,5 +282,5 @@ def _copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of a model whose parameters have another dtype; buffers keep theirs."""
     # a copied parameter is the entry of its address in the memo
     with torch.inference_mode(False), torch.no_grad():
-        parameters = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in module.parameters()}
-        return copy.deepcopy(module, parameters)
+        floats = [parameter for parameter in module.parameters() if parameter.is_floating_point()]
+        return copy.deepcopy(module, {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in floats})
