@@ -8,6 +8,7 @@ text (`TextTokens`).
 """
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -333,8 +334,11 @@ class VisionForward:
     def __init__(self, module: nn.Module, always: bool = False):
         self.config, self.trunk, self.always = module.config, trunk_of(module), always
         self.inserts_features = self.config.model_type in PACKED
-        self.tower = tower_of(module)[1] if self.inserts_features else None
         self.parameters = inspect.signature(self.trunk.forward).parameters
+
+    @functools.cached_property
+    def tower(self) -> nn.Module:
+        return tower_of(self.trunk)[1]
 
     def __call__(self, model_input: Any, extra: Mapping[str, Any]) -> torch.Tensor:
         """Last hidden states (b, L, H) of a `packing.ModelInput`. extra: arguments of the attention."""
