@@ -61,9 +61,8 @@ def attend(
     partial and arrived: as in `triton_kernels.attend`.
     """
     b, h, s = tl.program_id(0).to(tl.int64), tl.program_id(1) // TILES, tl.program_id(2)
-    group: tl.constexpr = HQ // HK
     g = (tl.program_id(1) % TILES) * GP + tl.arange(0, GP)
-    heads, valid = h * group + g, g < group
+    heads, valid = h * (HQ // HK) + g, g < HQ // HK
     d, a, r = tl.arange(0, DP), tl.arange(0, DA), DA + tl.arange(0, DR)
     at = out + (b * HQ + heads)[:, None] * DV + d[None, :]
     real = valid[:, None] & (d < DV)[None, :]
@@ -75,11 +74,8 @@ def attend(
     row = query + (b * HQ + heads)[:, None] * DK
     q = tl.load(row + a[None, :], mask=valid[:, None] & (a < DK)[None, :], other=0.0)
     q_rest = tl.load(row + r[None, :], mask=valid[:, None] & (r < DK)[None, :], other=0.0)
-    highest, weight, total = (
-        tl.full([GP], -1e30, tl.float32),
-        tl.zeros([GP], tl.float32),
-        tl.zeros([GP, DP], tl.float32),
-    )
+    highest, weight = tl.full([GP], -1e30, tl.float32), tl.zeros([GP], tl.float32)
+    total = tl.zeros([GP, DP], tl.float32)
     if SINKS:  # noqa: SIM102 - a constant of the compiler
         if s == 0:
             highest = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32)
