@@ -35,8 +35,10 @@ COLUMNS = {
     "tensor parallel*": "tensor parallel",
     "Megatron*": "megatron",
 }
-#: what a refusal tells to set
-_KEY = re.compile(r"[\w.]*\w=[\w\[\],.]*\w|tensor_parallel_size 1")
+#: columns with cells that were run
+_RUN = [column for column, cell in COLUMNS.items() if cell in CELLS]
+#: a setting in a message; the last one is the way out
+_SETTING = re.compile(r"[\w.]*\w=[\w\[\],.]*\w")
 
 
 def text_of(outcome: Outcome, column: str) -> str:
@@ -47,8 +49,8 @@ def text_of(outcome: Outcome, column: str) -> str:
         return "yes"
     if outcome.result not in ("refused", "late"):
         return "fault"
-    key = _KEY.search(outcome.message)
-    return (f"`{key[0]}`" if key is not None else "no") + ("†" if outcome.result == "late" else "")
+    settings = _SETTING.findall(outcome.message) if column in _RUN else []
+    return (f"`{settings[-1]}`" if settings else "no") + ("†" if outcome.result == "late" else "")
 
 
 def table() -> str:

@@ -75,7 +75,6 @@ _DIFFERING: dict[str, Row] = {
 #: variants of a family that are computed in another way
 _VARIANTS: dict[str, Row] = {
     "deepseek_v3-queries": {"model_type": "deepseek_v3", "q_lora_rank": None},
-    "falcon-alibi": {"model_type": "falcon", "alibi": True},
     "falcon-grouped": {"model_type": "falcon", "new_decoder_architecture": True},
     "gemma4_text-shared": {"model_type": "gemma4_text", "num_hidden_layers": 4, "num_kv_shared_layers": 2}
     | {"layer_types": [_SLIDING, _FULL] * 2},
