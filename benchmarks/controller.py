@@ -26,7 +26,7 @@ import torch
 from verl.dataflow import DataFlow, Operator, Pipeline
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, LocalWorkerGroup, Worker, WorkerGroup, WorkerSpec, register
-from verl.single_controller.placement import ResourcePool
+from verl.single_controller.cluster import ResourcePool
 from verl.single_controller.remote_batch import RemoteTensor
 
 ROOT = Path(__file__).resolve().parents[1]

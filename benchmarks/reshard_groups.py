@@ -47,8 +47,7 @@ from verl.rollout.tensor_parallel import TensorParallel  # noqa: E402
 from verl.single_controller.worker import free_port  # noqa: E402
 from verl.utils.shards import Shard, matrix_shape  # noqa: E402
 from verl.weight_sync import ReshardSync, SlicedWeights  # noqa: E402
-from verl.weight_sync.reshard.grouping import HybridGroups  # noqa: E402
-from verl.weight_sync.reshard.plan import Stored  # noqa: E402
+from verl.weight_sync.reshard.plan import HybridGroups, Stored  # noqa: E402
 from verl.weight_sync.reshard.sync import Peers  # noqa: E402
 
 #: (p, t, d, p_g, t_g) by number of processes; 1-4-2 -> 1-2 is the paper's example

@@ -312,7 +312,7 @@ class Calls(Target):
         from verl.rewards.rules.choice import multiple_choice
         from verl.rewards.rules.gsm8k import gsm8k_strict
         from verl.rewards.sandbox.code_tests import extract_code, same_output
-        from verl.tracking.report.report import write_report
+        from verl.tracking.report import write_report
 
         self.parsers = [TOOL_PARSERS[name](None) for name in ("hermes", "qwen", "llama")]
         self.report, self.extract, self.same = write_report, extract_code, same_output

@@ -4,6 +4,7 @@ import importlib
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,14 @@ from verl.utils.model import compute_position_id_with_mask
 from verl.utils.py_functional import append_to_dict
 from verl.utils.debug import marked_timer
 from verl.utils.profiler import marked_timer
+from verl.trainer.ppo.reward import get_custom_reward_fn
+from verl.trainer.ppo.ray_trainer import _timer
+from verl.tools.utils.tool_registry import initialize_tools_from_config
+from verl.utils.rollout_trace import rollout_trace_op
+from verl.utils.py_functional import timeout_limit, union_two_dict
+from verl.protocol import union_two_dict, list_of_dict_to_dict_of_list
+from verl.workers.config.actor import FSDPActorConfig
+from verl.workers.config.optimizer import FSDPOptimizerConfig
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import register, Dispatch, Execute
 """
@@ -134,6 +143,23 @@ from verl.single_controller.base.decorator import register, Dispatch, Execute
 @pytest.mark.parametrize("line", PUBLIC_IMPORTS.strip().splitlines())
 def test_imports_of_public_scripts(line):
     exec(line, {})
+
+
+def test_functions_under_public_names(tmp_path):
+    from types import SimpleNamespace
+
+    from verl.trainer.ppo.reward import get_custom_reward_fn
+
+    from verl.utils.py_functional import timeout_limit
+
+    (tmp_path / "reward.py").write_text("def f(a, b=0):\n    return a + b\n")
+    settings = SimpleNamespace(path=str(tmp_path / "reward.py"), name="f", reward_kwargs={"b": 2})
+    assert get_custom_reward_fn(SimpleNamespace(custom_reward_function=settings))(1) == 3
+    settings.path = None
+    assert get_custom_reward_fn(SimpleNamespace(custom_reward_function=settings)) is None
+    assert timeout_limit(seconds=60)(lambda x: x + 1)(1) == 2
+    with pytest.raises(TimeoutError, match=r"sleep took longer than 0\.01 s"):
+        timeout_limit(seconds=0.01)(time.sleep)(0.5)
 
 
 def test_a_name_that_public_verl_does_not_have_is_an_ordinary_import_error():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verl import HOLD, DataFlow, DataProto, DataProtoValidationError, Operator
-from verl.dataflow.pipeline import Total
+from verl.dataflow.flow import Total
 
 
 def numbers(rows: int = 3) -> DataProto:
@@ -56,8 +56,8 @@ def test_three_operators_added_compiled_and_run():
 
 
 def test_the_columns_can_be_printed_from_any_operator(capsys):
-    DataFlow([lambda: {"uid": ["a"]}, Operator("report", lambda b: print(list(b.batch.keys())))]).compile().run()
-    assert capsys.readouterr().out == "[]\n"
+    DataFlow([lambda: {"uid": ["a"]}, Operator("report", lambda b: print(list(b.columns)))]).compile().run()
+    assert capsys.readouterr().out == "['uid']\n"
 
 
 # ---- what a function returns ----------------------------------------------------------------------------------------

@@ -211,7 +211,7 @@ def test_a_missing_column_names_the_operator_that_dropped_it():
 
 def test_a_failed_access_to_a_dropped_column_names_the_operator_that_dropped_it():
     use = ("use", lambda b: b.batch["x"], (), ())
-    with pytest.raises(KeyError) as failure:
+    with pytest.raises(TypeError) as failure:  # a batch without tensor columns
         flow_of(("drop", lambda b: b.drop("x"), (), ()), use).compile().run(numbers())
     assert any(note.startswith("'x' was dropped by operator 'drop'") for note in failure.value.__notes__)
     with pytest.raises(KeyError) as failure:  # another key

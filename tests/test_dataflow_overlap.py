@@ -13,7 +13,7 @@ import torch
 from tests.test_dataflow import numbers
 from verl import HOLD, DataFlow, DataProto, DataProtoValidationError, Operator
 from verl.dataflow import CONTROLLER
-from verl.dataflow import pipeline as pipeline_module
+from verl.dataflow import flow as flow_module
 from verl.dataflow.operator import depends
 
 WAIT = 10  # seconds after which a meeting that cannot happen is a failure
@@ -219,7 +219,7 @@ def test_dependence_by_hand():
 
 def test_a_long_operator_is_named_while_it_works(caplog, monkeypatch):
     """Each waits until the log has named both, the one of another thread and the one of this thread."""
-    monkeypatch.setattr(pipeline_module, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(flow_module, "HEARTBEAT_SECONDS", 0.02)
     end = time.monotonic() + WAIT
 
     def until_named(batch):

@@ -10,7 +10,7 @@ import torch
 
 from tests.test_protocol import numbered
 from verl import DataProto, DataProtoValidationError
-from verl.utils.equality import same
+from verl.batch.containers import same
 
 
 def assert_rows(batch: DataProto, expected: list[int]) -> None:

@@ -198,3 +198,33 @@ def test_rows_of_all_ranks(tmp_path):
         assert whole.batch["x"].tolist() == [0, 1] and whole.meta_info == {"t": 1.0}
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("entries", [[["a", "b"], ["c", "d"]], [[1, [2]], [None, {}]]])
+def test_an_array_keeps_its_shape(entries):
+    """Worked out with numpy's own operations on the array (2, 2)."""
+    values = np.empty((2, 2), dtype=object)
+    for row, column in np.ndindex(2, 2):
+        values[row, column] = entries[row][column]
+    batch = DataProto.from_dict({"x": torch.arange(2)}, {"pairs": values})
+    results = {
+        "index": (batch[[1]], values[[1]]),
+        "slice": (batch[1:], values[1:]),
+        "repeat": (batch.repeat(2), values.repeat(2, 0)),
+        "tile": (batch.repeat(2, interleave=False), np.concatenate([values, values])),
+        "concat": (DataProto.concat([batch, batch]), np.concatenate([values, values])),
+        "chunks": (batch.unfold_column_chunks(2, ["pairs"]), values.reshape(4, 1)),
+        "fold": (protocol.fold_batch_dim(batch.repeat(2), 2), values.repeat(2, 0).reshape(2, 2, 2)),
+        "unfold": (protocol.unfold_batch_dim(protocol.fold_batch_dim(batch.repeat(2), 2)), values.repeat(2, 0)),
+    }
+    for name, (result, expected) in results.items():
+        column = result.non_tensor_batch["pairs"]
+        assert column.shape == expected.shape and (column == expected).all(), name
+    assert DataProto.from_dict(non_tensors={"s": np.array(["a", "b"])}).non_tensor_batch["s"].dtype == "<U1"
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_are_serialized(layout):
+    nested = torch.nested.as_nested_tensor([torch.arange(2), torch.arange(3)], layout=layout)
+    back = protocol.deserialize_tensordict(protocol.serialize_tensordict(TensorDict({"n": nested}, batch_size=[2])))
+    assert back["n"].layout == layout and [row.tolist() for row in back["n"].unbind()] == [[0, 1], [0, 1, 2]]

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from verl.batch.containers import MERGED_ENTRIES, Containers, DataProtoConfig, concat_meta_info
-from verl.batch.rows import DataProtoItem, Rows
-from verl.batch.serialization import (
+from verl.batch.containers import (
+    MERGED_ENTRIES,
+    Containers,
+    DataProtoConfig,
+    concat_meta_info,
     deserialize_single_tensor,
     deserialize_tensordict,
     serialize_single_tensor,
@@ -25,6 +27,7 @@ from verl.batch.serialization import (
     union_numpy_dict,
     union_tensor_dict,
 )
+from verl.batch.rows import DataProtoItem, Rows
 from verl.columns import DataProtoValidationError
 from verl.compat.hook import published_names
 
@@ -51,8 +54,8 @@ __all__ = [
 class DataProto(Rows, Containers):
     """A batch of B rows.
 
-    It has three containers: `batch` (a TensorDict: tensor columns with the same first dimension), `non_tensor_batch`
-    (columns of Python objects, one per row) and `meta_info` (metadata of the whole batch).
+    It has three containers: `batch` (a TensorDict: tensor columns with the same first dimension; None without any),
+    `non_tensor_batch` (columns of Python objects, one per row) and `meta_info` (metadata of the whole batch).
 
         batch = DataProto.from_dict({"responses": ids}, {"uid": ["a", "b"]}, {"temperature": 1.0})
         batch.union(DataProto.from_dict({"advantages": advantages}))
@@ -66,7 +69,8 @@ class DataProto(Rows, Containers):
 
     Args:
         batch: tensor columns, each of shape (B, ...); a TensorDict or any mapping.
-        non_tensor_batch: object columns, each an array, list or tuple of B entries; stored as (B,) object arrays.
+        non_tensor_batch: object columns, each an array of B rows, or a list or tuple of B entries, stored as a (B,)
+            array of objects.
         meta_info: metadata of the whole batch (temperature, metrics, ...); not split with the rows.
 
     Raises:
@@ -240,16 +244,14 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     if new_batch_size < 1 or len(data) % new_batch_size:
         raise DataProtoValidationError(f"fold: {len(data)} rows do not divide into {new_batch_size} groups")
     tensors = {k: v.unflatten(0, (new_batch_size, -1)) for k, v in data.tensors.items()}
-    objects = {k: np.split(v, new_batch_size) for k, v in data.non_tensor_batch.items()}
+    objects = {k: v.reshape(new_batch_size, -1, *v.shape[1:]) for k, v in data.non_tensor_batch.items()}
     return DataProto(tensors, objects, data.meta_info)
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     """Undo `fold_batch_dim`: the first `batch_dims` dimensions become one."""
     tensors = {k: v.flatten(0, batch_dims - 1) for k, v in data.tensors.items()}
-    objects = data.non_tensor_batch
-    for _ in range(batch_dims - 1):
-        objects = {k: [entry for group in column for entry in group] for k, column in objects.items()}
+    objects = {k: v.reshape(-1, *v.shape[batch_dims:]) for k, v in data.non_tensor_batch.items()}
     return DataProto(tensors, objects, data.meta_info)
 
 
@@ -266,7 +268,8 @@ def all_gather_data_proto(data: DataProto, process_group: torch.distributed.Proc
     device = next((v.device for v in data.tensors.values()), "cpu")
     torch.distributed.all_gather_object(chunks, data.copy().to("cpu").select(meta_info_keys=[]), group=process_group)
     gathered = DataProto.concat(chunks).to(device)
-    data.batch, data.non_tensor_batch = gathered.batch, gathered.non_tensor_batch
+    data.non_tensor_batch = gathered.non_tensor_batch
+    data.batch = gathered.batch
 
 
 __getattr__ = published_names(__name__)

@@ -35,7 +35,7 @@ from rich.console import Console
 from examples.quickstart.tasks import ALIVE_SECONDS, SEED, STEPS, TASKS, check_output_folder, write_task
 from examples.quickstart.tiny_model import tiny_model
 from verl.config import check_inputs, load_config
-from verl.config.checks.registered import check_built_in
+from verl.config.checks.run import check_built_in
 from verl.config.load import check_combinations, read_config
 from verl.config.presets import PRESETS
 from verl.tracking.console import Alive, TrainingProgress
@@ -43,8 +43,8 @@ from verl.tracking.curves import read_metrics, save_curves
 from verl.trainer.base import StepReport
 from verl.trainer.guards.interruption import Stopped
 from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.output.run_log import next_lines, offline_commands
 from verl.trainer.output.samples import generations
-from verl.trainer.output.summary import next_lines, offline_commands
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.trainer.startup.command_line import user_errors
 

@@ -11,7 +11,7 @@ The environment has a number from 1 to 7 and replies "higher" or "lower". Three 
 from random import Random
 from typing import Any
 
-from verl.agents.tools.interactions import BaseInteraction
+from verl.agents.tools.base_tool import BaseInteraction
 
 NUMBERS = range(1, 8)
 GUESSES = 3

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from verl.checkpoints.boxes import Boxes, BoxLoadPlanner, BoxSavePlanner, Region
+from verl.checkpoints.shard_files import Boxes, BoxLoadPlanner, BoxSavePlanner, Region
 
 FULL = torch.arange(24.0).view(4, 6)
 

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from verl import __version__
 from verl.cli.app import app
-from verl.cli.examples import FOLDER, names, needed
-from verl.cli.programs import PROGRAMS
+from verl.cli.programs import FOLDER, PROGRAMS, names, needed
 from verl.config import load_config
 from verl.config.presets import PRESETS
 from verl.trainer.startup import command_line

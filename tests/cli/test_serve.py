@@ -76,7 +76,7 @@ def test_a_port_in_use_is_reported_before_the_model_is_loaded():
 @pytest.mark.parametrize(("threads", "count"), [(2, 1), (1, 0)])
 def test_taken_cores_are_a_warning(threads, count, folder, monkeypatch, caplog):
     from verl.cli.serve import load
-    from verl.utils.threads import warn_if_oversubscribed
+    from verl.utils.device import warn_if_oversubscribed
 
     monkeypatch.setattr("os.getloadavg", lambda: (999.0, 999.0, 999.0))
     monkeypatch.setattr("torch.get_num_threads", lambda: threads)

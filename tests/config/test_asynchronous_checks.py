@@ -5,7 +5,7 @@ import re
 import pytest
 
 from verl.config import ConfigError, load_config
-from verl.config.checks.asynchronous import split_of
+from verl.config.checks.rollout import split_of
 
 K1 = ["algorithm.adv_estimator=grpo", "trainer.async.max_staleness=1"]
 TENSOR = "actor_rollout_ref.rollout.tensor_model_parallel_size"

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from verl.config import ConfigError, dump_config, load_config, to_flat_dict
-from verl.config.checks.registered import check_built_in
+from verl.config.checks.run import check_built_in
 from verl.config.presets import PRESETS as PUBLISHED
 
 ACTOR = "actor_rollout_ref.actor."

@@ -9,7 +9,7 @@ import shlex
 import pytest
 
 from verl.config import load_config
-from verl.config.checks.registered import check_built_in
+from verl.config.checks.run import check_built_in
 from verl.config.presets import PRESETS
 from verl.trainer.startup.command_line import split_arguments
 

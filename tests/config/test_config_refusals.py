@@ -12,7 +12,7 @@ from verl.config import (
     check_registered,
     load_config,
 )
-from verl.config.checks.registered import REGISTERED_KINDS
+from verl.config.checks.run import REGISTERED_KINDS
 from verl.config.describe import requirements_of
 from verl.config.fields import fields_of
 from verl.config.schema import Config, EvalConfig, GenerationConfig, SFTConfig
@@ -93,7 +93,6 @@ VALUES = {
     "data.audio_key=sounds": "audio is not supported",
     f"{ARR}model.mtp.enable=true": "multi-token prediction is not supported",
     f"{ARR}model.lora.rank=8": "use strategy=fsdp with lora_rank, lora_alpha and target_modules of",
-    "trainer.default_hdfs_dir=hdfs://x": "use trainer.default_local_dir",
     "trainer.v1.trainer_mode=colocate_async": "use sync, separate_async or fully_async",
     "trainer.v1.trainer_mode=separate_async": "only on separate devices",
     "async_training.staleness_threshold=-1": "found -1, expected a number of at least 0",
@@ -121,7 +120,6 @@ VALUES = {
         "'http://x' (str) is not supported: generated code does not run in a service; use null (accepted: null)"
     ),
     # in the wrong section
-    "model.reward_function=a": "did you mean reward_function?",
     "data.reward_function=a": "did you mean reward_function?",
     "foo.use_rm=true": "unknown key",
     "model.imports=[a]": "unknown key",
@@ -222,7 +220,6 @@ OF_SFT = {
     "trainer.resume_mode=resume_path": "set it to a global_step_N folder",
     "data.multiturn.enable=1": "found 1, expected bool",
     "model.fsdp_config.cpu_offload=yes_please": "found 'yes_please', expected bool",
-    "trainer.default_hdfs_dir=hdfs://folder": "trainer.default_local_dir",
     "trainer.save_freq=after_every_epoch": "expected int >= -1 or one of after_each_epoch",
     "trainer.test_freq=-2": "found -2, expected int >= -1 or one of after_each_epoch",
     "engine.fsdp_size=3 trainer.n_gpus_per_node=4": "engine.fsdp_size (override 'engine.fsdp_size=3'): 3 does not",

@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from verl.cli.config.convert import as_text, main
+from verl.cli.config.show import as_text, main
 from verl.config import ConfigError, load_config
 from verl.config.fields import unflatten
 from verl.config.presets import PRESETS

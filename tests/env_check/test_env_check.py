@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from verl.env_check import machine
-from verl.env_check.machine import Cards, check_gpus, check_variables, nvidia_smi
+from verl.env_check import check as machine
+from verl.env_check.check import Cards, check_gpus, check_variables, nvidia_smi
 from verl.env_check.packages import CORE, OPTIONAL, check_attention, check_core, check_fsdp2, check_optional
-from verl.env_check.probe import Probe
-from verl.env_check.report import FAULT, NOTE, OK, Check, EnvReport
+from verl.env_check.probe import FAULT, NOTE, OK, Check, EnvReport, Probe
 from verl.utils.env_check import check_env, possible_modes
 
 ROOT = Path(__file__).parents[2]
@@ -167,7 +166,7 @@ def test_output_of_the_driver_that_says_little(tmp_path, monkeypatch):
 
 
 def test_a_low_limit_of_open_files():
-    program = "import resource; from verl.env_check.machine import check_open_files; print(check_open_files())"
+    program = "import resource; from verl.env_check.check import check_open_files; print(check_open_files())"
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     found = subprocess.run(
         ["sh", "-c", f'ulimit -Sn 256; exec "$0" -c "{program}"', sys.executable],

@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from verl.checkpoints.store import CheckpointStore, verify
 from verl.model_merger.checkpoint import open_checkpoint, with_adapters_merged
-from verl.model_merger.huggingface import Export, describe
+from verl.model_merger.huggingface import Export, check_against_checkpoint, describe
 from verl.model_merger.merge import MergeOptions, compare, merge
-from verl.model_merger.verify import check_against_checkpoint
 
 
 def assert_refused(actor: Path, message: str, **options) -> None:

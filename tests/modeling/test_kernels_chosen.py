@@ -80,7 +80,17 @@ def test_rows_one_by_one_are_the_rows_together():
         assert torch.allclose(ours, expected, atol=1e-5)
 
 
-def test_a_row_is_filled_up_to_one_of_few_lengths():
-    filled = {n + -n % attention._granularity(n) for n in range(4096, 8193)}
-    assert filled == {4096, *range(4608, 8193, 512)}
-    assert {attention._granularity(n) for n in (1, 16, 255)} == {16}
+def test_a_row_is_filled_up_to_one_of_few_lengths(monkeypatch):
+    """Eight lengths per power of two, and multiples of 16: CUDA chooses and compiles kernels for few shapes."""
+    filled = {}
+
+    def attend(query, key, value, **settings):
+        filled[length] = query.shape[2]
+        return query
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", attend)
+    for length in (1, 16, 17, 255, 256, *range(4096, 8193, 64)):
+        rows = torch.zeros(1, 1, length, 1)
+        attention._attend_each_row(rows, rows, rows, Packing.from_lengths(torch.tensor([length])), None)
+    assert [filled[n] for n in (1, 16, 17, 255, 256)] == [16, 16, 32, 256, 256]
+    assert {filled[n] for n in filled if n >= 4096} == {4096, *range(4608, 8193, 512)}

@@ -9,11 +9,22 @@ import torch
 
 from verl.planner import devices, host, shapes
 from verl.planner.devices import GIB
-from verl.planner.fixes import Change, describe, plan_with, smallest_change
 from verl.planner.memory import activation_bytes, gradients, kv_cache_bytes, optimizer_bytes, weights
 from verl.planner.placement import STAGES, is_possible, plan_groups
 from verl.planner.report import choice_lines, memory_lines, reason, time_lines
-from verl.planner.search import MEGATRON_SIZES, NEAR, Search, Space, partitions, preferred, sizes_up_to
+from verl.planner.search import (
+    MEGATRON_SIZES,
+    NEAR,
+    Change,
+    Search,
+    Space,
+    describe,
+    partitions,
+    plan_with,
+    preferred,
+    sizes_up_to,
+    smallest_change,
+)
 from verl.planner.shapes import ModelShape
 from verl.planner.step_time import activations_exchange, collective_seconds
 from verl.planner.workload import Job, Layout, Role

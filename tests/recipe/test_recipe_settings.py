@@ -3,11 +3,10 @@
 import pytest
 
 from verl.config import load_config
-from verl.recipe import dapo, dpo, prime
+from verl.recipe import dpo, prime
 
 N = "actor_rollout_ref.rollout.n"
 REFUSED = [
-    (dapo, "algorithm.filter_groups.enable=false", r"filter_groups\.enable.*DAPO uses dynamic sampling"),
     (dpo, f"{N}=1", "a preference needs two responses"),
     (dpo, "actor_rollout_ref.ref.enable=null", "needs the reference"),
     (dpo, "algorithm.adv_estimator=gae", "does not compute advantages"),

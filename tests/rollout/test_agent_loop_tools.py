@@ -25,7 +25,7 @@ TOOLS = '''
 import asyncio
 from verl.agents.tools.function_tool import function_tool
 from verl.agents.tools.base_tool import BaseTool
-from verl.agents.tools.interactions import BaseInteraction
+from verl.agents.tools.base_tool import BaseInteraction
 from verl.agents.tools.schemas import ToolResponse
 
 @function_tool

@@ -10,8 +10,7 @@ from tests.rollout.test_reshard import Source, sync_of, together
 from tests.rollout.test_reshard_groups import holds, needs
 from verl.utils.shards import Box, Chunk, Shard
 from verl.weight_sync import SlicedWeights, SyncReport
-from verl.weight_sync.reshard.grouping import HybridGroups
-from verl.weight_sync.reshard.plan import Stored
+from verl.weight_sync.reshard.plan import HybridGroups, Stored
 from verl.weight_sync.reshard.sync import Peers
 
 

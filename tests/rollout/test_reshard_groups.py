@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from verl.utils.shards import Box
-from verl.weight_sync.reshard.grouping import HybridGroups
+from verl.weight_sync.reshard.plan import HybridGroups
 
 RANKS = 64
 

@@ -22,8 +22,7 @@ from verl.rollout.request import Completion, Request, SamplingParams
 from verl.server.app import make_app
 from verl.server.http import ServerThread, listen, serve_until_signal
 from verl.server.protocol import ApiError, read_call
-from verl.server.service import EngineLoop, Running, ServedModel, SingleCall
-from verl.server.text import ResponseText, text_of, token_bytes
+from verl.server.service import EngineLoop, ResponseText, Running, ServedModel, SingleCall, text_of, token_bytes
 
 KEY = "secret"
 HEADERS = {"Authorization": f"Bearer {KEY}"}

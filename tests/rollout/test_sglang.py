@@ -21,7 +21,7 @@ from tests.rollout.contract import DEVICE, DTYPE, IS_FLOAT32, KWARGS, SHAPE, rou
 from tests.rollout.mixtures import MIXTURES, check_experts, check_mixture, save_mixture
 from tests.trainer.conftest import make_tiny, run_settings
 from verl.config import load_config, schema
-from verl.config.checks.registered import check_built_in
+from verl.config.checks.run import check_built_in
 from verl.config.errors import ConfigError
 from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.engine_copy import EngineCopy

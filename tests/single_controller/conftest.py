@@ -11,7 +11,7 @@ import torch
 import verl
 from verl.protocol import DataProto
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
-from verl.single_controller.placement import ResourcePool
+from verl.single_controller.cluster import ResourcePool
 from verl.single_controller.remote_batch import RemoteTensor
 
 WORKERS = str(Path(__file__).with_name("pool_workers.py"))

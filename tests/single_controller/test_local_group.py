@@ -8,10 +8,10 @@ import torch
 
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, Execute, Future, LocalWorkerGroup, Worker, WorkerSpec, colocate, register
+from verl.single_controller.cluster import ResourcePool
 from verl.single_controller.dispatch import Coordinates
 from verl.single_controller.local import cluster as local_clusters
-from verl.single_controller.local.group import InProcessPool, make_pool
-from verl.single_controller.placement import ResourcePool
+from verl.single_controller.local.cluster import InProcessPool, make_pool
 
 
 class Scaler(Worker):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl.single_controller.placement import (
+from verl.single_controller.cluster import (
     ResourcePool,
     format_devices,
     idle_devices,

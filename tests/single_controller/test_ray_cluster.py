@@ -14,7 +14,7 @@ from tests.single_controller.conftest import TWO, WIDTH, spec, start, wide
 from tests.waiting import gone
 from verl.processes.limits import Durations, Limits
 from verl.single_controller import WorkerDied, WorkerError, WorkerTimeout
-from verl.single_controller.placement import ResourcePool
+from verl.single_controller.cluster import ResourcePool
 
 ray = pytest.importorskip("ray")
 

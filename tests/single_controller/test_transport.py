@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.processes.channel import Channel
+from verl.processes.child import Channel
 from verl.protocol import DataProto
 from verl.single_controller.local import transport
 from verl.single_controller.local.transport import Kind, MemoryFile, Parcel, receive

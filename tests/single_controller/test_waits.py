@@ -11,9 +11,8 @@ import pytest
 from tests.single_controller.conftest import spec
 from verl.dataflow import running
 from verl.processes.limits import Durations, Limits
-from verl.single_controller import LocalWorkerGroup, WorkerTimeout, diagnosis
-from verl.single_controller.diagnosis import CallWatch, RankState
-from verl.single_controller.worker_group import timeout_error
+from verl.single_controller import LocalWorkerGroup, WorkerTimeout, worker_group
+from verl.single_controller.worker_group import CallWatch, RankState, timeout_error
 
 
 def group_of(name: str, limits: Limits, n: int = 2) -> LocalWorkerGroup:
@@ -23,7 +22,7 @@ def group_of(name: str, limits: Limits, n: int = 2) -> LocalWorkerGroup:
 @pytest.mark.slow
 def test_a_stopped_rank_is_named_long_before_the_timeout(monkeypatch, caplog):
     """The first call of an operator: nothing is known about its duration."""
-    monkeypatch.setattr(diagnosis, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(worker_group, "SILENT_SECONDS", 2.0)
     with group_of("Failing", Limits(timeout=3600, factor=10, minimum=5)) as group:
         (_, _), (pid, _) = group.pids()
         os.kill(pid, signal.SIGSTOP)

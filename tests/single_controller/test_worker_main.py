@@ -6,11 +6,10 @@ import threading
 import pytest
 
 from tests.single_controller.conftest import spec
-from verl.processes.channel import Channel
+from verl.processes.child import Channel
 from verl.single_controller import WorkerError, WorkerSpec
 from verl.single_controller.dispatch import Call
-from verl.single_controller.local.column_files import call_parcel
-from verl.single_controller.local.transport import Kind, Parcel, receive
+from verl.single_controller.local.transport import Kind, Parcel, call_parcel, receive
 from verl.single_controller.local.worker_main import WorkerHost
 from verl.single_controller.worker import RankEnv
 

@@ -11,8 +11,7 @@ import pytest
 from rich.console import Console
 
 from verl.tracking.console import TrainingProgress
-from verl.tracking.formatting import StepLine, format_duration, format_fixed, sparkline
-from verl.tracking.summary import describe_push, summary_lines
+from verl.tracking.formatting import StepLine, describe_push, format_duration, format_fixed, sparkline, summary_lines
 from verl.utils import log
 
 METRICS = {

@@ -17,8 +17,7 @@ from PIL import Image
 
 from verl.tracking.formatting import format_headline, format_number
 from verl.tracking.run_record import RunRecord
-from verl.tracking.thumbnails import thumbnail
-from verl.tracking.trackers import TRACKER_REGISTRY, Tracker
+from verl.tracking.trackers import TRACKER_REGISTRY, Tracker, thumbnail
 from verl.tracking.tracking import Tracking, check_trackers
 
 CONFIG = {"trainer.seed": 1, "data.train_files": ["a.parquet"], "critic.path": None}

@@ -19,7 +19,7 @@ TURNS = f"{ROLLOUT}.multi_turn"
 FILES = {
     "tools.py": '''
 from verl.agents.tools.function_tool import function_tool
-from verl.agents.tools.interactions import BaseInteraction
+from verl.agents.tools.base_tool import BaseInteraction
 
 @function_tool
 def add(a: int, b: int) -> str:

@@ -14,10 +14,10 @@ from verl.config.schema.sft import SFTConfig
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.output.summary import next_lines, offline_commands
+from verl.trainer.output.run_log import next_lines, offline_commands
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.sft import SFTTrainer
-from verl.utils.threads import oversubscription, warn_if_oversubscribed
+from verl.utils.device import oversubscription, warn_if_oversubscribed
 
 RESPONSES = Path("run/responses.parquet")
 

@@ -19,14 +19,13 @@ from verl.config import load_config
 from verl.config.schema.offline import GenerationConfig
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.evaluation import generate
-from verl.evaluation.shards import Responses, ResponseShards, describe_changes, settings_digest
+from verl.evaluation.prompts import Responses, ResponseShards, describe_changes, settings_digest
 from verl.protocol import DataProto
 from verl.rollout.hf import HFRollout
 from verl.rollout.request import SamplingParams, make_requests
 from verl.trainer.main_generation import GenerationRun, main
-from verl.utils.device import resolve_device
+from verl.utils.device import resolve_device, warn_if_oversubscribed
 from verl.utils.rng import fork_seed
-from verl.utils.threads import warn_if_oversubscribed
 from verl.workers.rollout.worker import RolloutWorker
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.trainer.runs import lines
-from verl.dataflow.pipeline import merge_reports
+from verl.dataflow.flow import merge_reports
 from verl.protocol import DataProto
 from verl.rewards import RewardError
 from verl.trainer.local_trainer import LocalPPOTrainer

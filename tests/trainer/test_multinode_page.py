@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from verl.config import load_config
-from verl.single_controller.ray.runtime_env import default_excludes, prepare_runtime_env
+from verl.single_controller.ray.cluster import default_excludes, prepare_runtime_env
 from verl.single_controller.worker import free_port
 
 ROOT = Path(__file__).parents[2]

@@ -4,8 +4,7 @@ import threading
 
 import pytest
 
-from verl.single_controller.cluster import start_pools
-from verl.single_controller.placement import ResourcePool
+from verl.single_controller.cluster import ResourcePool, start_pools
 
 POOLS = {name: [(name, ResourcePool(name, (1,)))] for name in ("actor", "critic", "ref")}
 SPECS = {name: f"spec of {name}" for name in POOLS}

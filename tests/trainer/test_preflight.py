@@ -19,10 +19,9 @@ from verl.single_controller.cluster import make_cluster
 from verl.single_controller.local.cluster import InProcessCluster, ProcessCluster
 from verl.trainer import main_ppo, sft_trainer
 from verl.trainer.checks import preflight
-from verl.trainer.checks.preflight import CHECKS, CONFIG, FLOW, IMPORTS, INPUTS, SETTINGS
+from verl.trainer.checks.preflight import CHECKS, CONFIG, FLOW, IMPORTS, INPUTS, SETTINGS, Recipe
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.startup.recipe import Recipe
 
 
 def lines_of_checks(shown: str) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 
 import verl
 from verl.processes.child import helper_environment
-from verl.single_controller.ray.runtime_env import (
+from verl.single_controller.ray.cluster import (
     check_package,
     default_excludes,
     ignore_matcher,

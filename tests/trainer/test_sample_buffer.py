@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from verl.dataflow import HOLD
-from verl.dataflow.pipeline import Total
+from verl.dataflow.flow import Total
 from verl.processes.limits import Durations, Limits
 from verl.protocol import DataProto
 from verl.trainer.asynchronous.sample_buffer import AsyncPrompts, SampleBuffer

@@ -8,7 +8,7 @@ from tests.trainer.conftest import run_settings
 from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
 from verl.config import load_config, settings_without_effect
 from verl.config.presets import PRESETS
-from verl.trainer.checks.algorithm import unused_settings
+from verl.trainer.checks.config import unused_settings
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 ACTOR = "actor_rollout_ref.actor."

@@ -21,7 +21,7 @@ from verl.data import media_files
 from verl.data.files import read_rows
 from verl.evaluation.generate import GenerationRun
 from verl.evaluation.prompts import write_output
-from verl.tracking.report.report import write_report
+from verl.tracking.report import write_report
 from verl.trainer.output.samples import step_record
 from verl.trainer.state.replay import replay
 

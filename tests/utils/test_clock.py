@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from verl.utils.clock import PausableClock, wait_within
+from verl.utils.coroutines import PausableClock, wait_within
 
 
 def test_pauses_are_not_counted(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from examples.quickstart.tiny_model import tiny_model
-from verl.utils.decoding import decode_all
+from verl.utils.tokenizer import decode_all
 
 ROWS = [[], [5], list(range(60)), [3, 0, 4, 1, 2, 2]]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.utils.equality import same
+from verl.batch.containers import same
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.utils.lock import NAME, InUseError, lock_folder
+from verl.utils.disk import NAME, InUseError, lock_folder
 
 
 def test_the_second_run_fails_with_the_owner_and_the_next_one_starts(tmp_path):

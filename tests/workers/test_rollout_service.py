@@ -16,7 +16,7 @@ from verl.rollout import engine_thread
 from verl.rollout.base import RolloutEngine
 from verl.rollout.request import Completion, Request, SamplingParams
 from verl.rollout.stop_strings import StopStrings
-from verl.utils.clock import GENERATION_CLOCK
+from verl.utils.coroutines import GENERATION_CLOCK
 from verl.workers.rollout import service as service_module
 from verl.workers.rollout.service import FollowingService, GenerationService, continuation, extend
 

@@ -11,9 +11,33 @@ from tensordict import TensorDict, TensorDictBase
 
 from verl.columns import DataProtoValidationError, check_layout
 from verl.registry import did_you_mean
-from verl.utils.equality import same
 
-# entries of meta_info that every operator adds to: merged, while other entries are replaced
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are equal; NaN equals NaN.
+
+    Tensors are equal if shape, dtype and all entries are, on any device. A tensor, an array and a list are never equal
+    to each other.
+    """
+    if a is b:
+        return True
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        b = b.to(a.device)
+        return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a.shape == b.shape and all(map(same, a.ravel().tolist(), b.ravel().tolist()))
+    if isinstance(a, torch.Tensor | np.ndarray) or isinstance(b, torch.Tensor | np.ndarray):
+        return False
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b) or bool(a != a and b != b)
+
+
+# entries of meta_info that every operator adds to: merged, while other entries must be equal
 MERGED_ENTRIES = ("metrics", "timing")
 
 
@@ -68,7 +92,7 @@ class Containers:
             raise DataProtoValidationError(f"the columns of one batch need the same number of rows, found {lengths}")
         # an empty TensorDict keeps its number of rows: select([]) of 4 rows has 4 rows
         bare = batch.batch_size[0] if isinstance(batch, TensorDictBase) and batch.batch_size else 0
-        self.batch: TensorDict = TensorDict(tensors, batch_size=[next(iter(lengths.values()), bare)])
+        self._batch = TensorDict(tensors, batch_size=[next(iter(lengths.values()), bare)])
         self.non_tensor_batch: dict[str, np.ndarray] = objects
         self.meta_info: dict[str, Any] = dict(meta_info or {})
 
@@ -117,13 +141,23 @@ class Containers:
 
     def _become(self, source: "Containers") -> Self:
         """Take over the containers of a batch that is not used elsewhere."""
-        self.batch, self.non_tensor_batch, self.meta_info = source.batch, source.non_tensor_batch, source.meta_info
+        self._batch, self.non_tensor_batch, self.meta_info = source._batch, source.non_tensor_batch, source.meta_info
         return self
+
+    @property
+    def batch(self) -> TensorDict | None:
+        """The tensor columns, with batch size (B,); None if there are none."""
+        return self._batch if self._batch.keys() else None
+
+    @batch.setter
+    def batch(self, batch: TensorDict | None) -> None:
+        rows = next((len(column) for column in self.non_tensor_batch.values()), len(self))
+        self._batch = TensorDict({}, batch_size=[rows]) if batch is None else batch
 
     # ---- metadata ---------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return self.batch.batch_size[0]
+        return self._batch.batch_size[0]
 
     def __repr__(self) -> str:
         tensors = [f"{k} {tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for k, v in self.tensors.items()]
@@ -133,7 +167,7 @@ class Containers:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensor columns as a plain dict."""
-        return dict(self.batch.items())
+        return dict(self._batch.items())
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -151,7 +185,7 @@ class Containers:
 
     def copy(self) -> Self:
         """Return the same columns in new containers. Also validates containers that were edited in place."""
-        return type(self)(self.batch, self.non_tensor_batch, self.meta_info)
+        return type(self)(self._batch, self.non_tensor_batch, self.meta_info)
 
     def nbytes(self) -> int:
         """Bytes of the tensor columns."""
@@ -163,7 +197,7 @@ class Containers:
         """Add the columns and metadata of `other` to this batch, in place, and return it.
 
         A column of both must have equal contents (NaN equals NaN): two writers of one column would otherwise silently
-        give a wrong result. Metadata of `other` takes precedence; `metrics` and `timing` are merged. A batch without
+        give a wrong result. The same holds for metadata, except that `metrics` and `timing` are merged. A batch without
         rows and columns can be joined with any other.
 
         Raises:
@@ -264,10 +298,10 @@ class Containers:
 
 
 def _object_column(name: str, values: Any) -> np.ndarray:
-    """Return a (B,) object array, also if all values are lists of one length (numpy would make a matrix)."""
-    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
+    """Return an array as it is, and other values as (B,) objects, even if they are lists of one length."""
+    if isinstance(values, np.ndarray) and values.ndim:
         return values
-    if not isinstance(values, np.ndarray | list | tuple) or (isinstance(values, np.ndarray) and values.ndim == 0):
+    if not isinstance(values, list | tuple):
         raise DataProtoValidationError(
             f"column {name!r}: expected a tensor, an array or a list with one entry per row, "
             f"found {type(values).__name__}"
@@ -298,7 +332,13 @@ def _select_entries(names: str | Sequence[str] | None, present: Mapping[str, Any
 
 
 def _join_meta_info(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Join the metadata of two batches; `second` takes precedence, MERGED_ENTRIES are merged."""
+    """Join the metadata of two batches; MERGED_ENTRIES are merged, other entries must be equal."""
+    for name in first.keys() & second.keys() - set(MERGED_ENTRIES):
+        if not same(first[name], second[name]):
+            raise DataProtoValidationError(
+                f"meta_info[{name!r}] is {first[name]!r:.80} in one batch and {second[name]!r:.80} in the other: "
+                "remove one"
+            )
     joined = {**first, **second}
     for name in MERGED_ENTRIES:
         if name in first and name in second:
@@ -336,3 +376,68 @@ def _append_values(lists: dict[str, list], values: Mapping[str, Any]) -> None:
     """Append each value to the list of its name; a list, as an earlier concat made it, is appended value by value."""
     for name, value in values.items():
         lists.setdefault(name, []).extend(value if isinstance(value, list) else [value])
+
+
+# ---- plain containers, under the names of public verl ---------------------------------------------------------------
+
+
+def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
+    """Add the entries of the second TensorDict to the first, in place, and return it.
+
+    Raises:
+        DataProtoValidationError: if the batch sizes differ, or an entry of both has different contents.
+    """
+    if tensor_dict1.batch_size != tensor_dict2.batch_size:
+        raise DataProtoValidationError(
+            f"union: expected equal batch sizes, found {tensor_dict1.batch_size} and {tensor_dict2.batch_size}"
+        )
+    return _union(tensor_dict1, tensor_dict2)
+
+
+def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Add the arrays of the second dict to the first, in place, and return it.
+
+    Raises:
+        DataProtoValidationError: if an array of both has different contents.
+    """
+    return _union(tensor_dict1, tensor_dict2)
+
+
+def _union(first: Any, second: Any) -> Any:
+    for name in set(first.keys()) & set(second.keys()):
+        if not same(first[name], second[name]):
+            raise DataProtoValidationError(f"union: {name!r} is in both with different contents")
+    for name, value in second.items():
+        first[name] = value
+    return first
+
+
+def serialize_single_tensor(obj: torch.Tensor) -> tuple[str, tuple[int, ...] | str, Any]:
+    """Convert a tensor to (dtype, shape, bytes as a uint8 array), a nested one to (dtype, layout, its tensors)."""
+    if obj.is_nested:
+        layout = str(obj.layout).removeprefix("torch.")
+        return str(obj.dtype).removeprefix("torch."), layout, [serialize_single_tensor(row) for row in obj.unbind()]
+    data = obj.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return str(obj.dtype).removeprefix("torch."), tuple(obj.shape), data
+
+
+def deserialize_single_tensor(arr: tuple[str, Iterable[int] | str, Any]) -> torch.Tensor:
+    """Undo `serialize_single_tensor`."""
+    dtype, shape, data = arr
+    if isinstance(shape, str):
+        return torch.nested.as_nested_tensor([*map(deserialize_single_tensor, data)], layout=getattr(torch, shape))
+    flat = torch.tensor(np.frombuffer(bytes(data), dtype=np.uint8))
+    return flat.view(getattr(torch, dtype)).view(tuple(shape))
+
+
+def serialize_tensordict(batch: TensorDict) -> tuple[tuple[int, ...], str | None, dict[str, Any]]:
+    """Convert a TensorDict of tensors to (batch size, device, name -> serialized tensor)."""
+    device = None if batch.device is None else str(batch.device)
+    return tuple(batch.batch_size), device, {k: serialize_single_tensor(v) for k, v in batch.items()}
+
+
+def deserialize_tensordict(arr: tuple[Iterable[int], str | None, dict[str, Any]]) -> TensorDict:
+    """Undo `serialize_tensordict`."""
+    batch_size, device, entries = arr
+    tensors = {k: deserialize_single_tensor(v) for k, v in entries.items()}
+    return TensorDict(tensors, batch_size=batch_size, device=device)

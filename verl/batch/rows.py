@@ -73,7 +73,7 @@ class Rows:
 
     def _item(self, row: int) -> DataProtoItem:
         tensors = TensorDict({k: v[row] for k, v in self.tensors.items()}, batch_size=[])
-        return DataProtoItem(tensors, {k: v[row] for k, v in self.non_tensor_batch.items()}, dict(self.meta_info))
+        return DataProtoItem(tensors, {k: v[row] for k, v in self.non_tensor_batch.items()}, self.meta_info)
 
     def reorder(self, indices: Any) -> Self:
         """Put the rows into another order, in place, and return the batch; `indices` names each row exactly once."""
@@ -109,13 +109,11 @@ class Rows:
         _require_positive("n_split", n_split)
         repeated, split = self.repeat(n_split), set(split_keys or ())
         tensors = {
-            k: v.unflatten(1, (n_split, -1)).flatten(0, 1) if k in split else repeated.batch[k]
+            k: v.unflatten(1, (n_split, -1)).flatten(0, 1) if k in split else repeated.tensors[k]
             for k, v in self.tensors.items()
         }
         objects = {
-            k: [chunk for row in v for chunk in np.split(np.asarray(row, dtype=object), n_split)]
-            if k in split
-            else repeated.non_tensor_batch[k]
+            k: _split_entries(v, n_split) if k in split else repeated.non_tensor_batch[k]
             for k, v in self.non_tensor_batch.items()
         }
         return self._build(len(repeated), tensors, objects, self.meta_info)
@@ -225,6 +223,13 @@ class Rows:
 def _require_positive(name: str, number: int) -> None:
     if number < 1:
         raise DataProtoValidationError(f"{name}: expected at least 1, found {number}")
+
+
+def _split_entries(column: np.ndarray, n_split: int) -> Any:
+    """The entries of a column (B,) of sequences, or the rows (B, C) of an array, in `n_split` chunks each."""
+    if column.ndim > 1:
+        return column.reshape(len(column) * n_split, -1, *column.shape[2:])
+    return [chunk for row in column for chunk in np.split(np.asarray(row, dtype=object), n_split)]
 
 
 def _row_index(item: Any, rows: int) -> np.ndarray:

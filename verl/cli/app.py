@@ -6,8 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from verl.cli.data import data, rewards
-from verl.cli.examples import examples
-from verl.cli.programs import PROGRAMS
+from verl.cli.programs import PROGRAMS, examples
 from verl.cli.runs import replay, report, runs
 from verl.cli.serve import serve
 from verl.processes.streams import command_output
@@ -59,7 +58,7 @@ _Program = Annotated[str, typer.Option("--of", help="program: ppo, sft, generati
 @config.command("explain", add_help_option=False, context_settings=_PASS_ON)
 def explain(terms: Annotated[list[str] | None, typer.Argument(metavar="[WORD]...")] = None) -> None:
     """Every key with type, default and meaning, or those with WORD."""
-    from verl.cli.config.explain import main
+    from verl.cli.config.show import main
 
     raise typer.Exit(main(terms or [], "verl config explain"))
 
@@ -100,9 +99,9 @@ def convert(
     overrides: Annotated[bool, typer.Option("--overrides", help="Print key=value lines instead of YAML.")] = False,
 ) -> None:
     """Convert a configuration of public verl or TRL."""
-    from verl.cli.config.convert import main
+    from verl.cli.config.show import print_converted
 
-    raise typer.Exit(main(file, source, program, gpus, overrides))
+    raise typer.Exit(print_converted(file, source, program, gpus, overrides))
 
 
 app.add_typer(config, name="config")

@@ -119,9 +119,17 @@ def _parser() -> argparse.ArgumentParser:
 def _simulate(arguments: list[str]) -> int:
     """Print the best placement of a simulated run and its memory."""
     from verl.planner import devices, report
-    from verl.planner.fixes import Change, describe, first_that_fits
     from verl.planner.placement import Plan
-    from verl.planner.search import MEGATRON_SIZES, ROLLOUT_SIZES, Search, Space, preferred
+    from verl.planner.search import (
+        MEGATRON_SIZES,
+        ROLLOUT_SIZES,
+        Change,
+        Search,
+        Space,
+        describe,
+        first_that_fits,
+        preferred,
+    )
     from verl.planner.workload import Job
 
     args = _parser().parse_args(arguments)

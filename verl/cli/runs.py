@@ -165,7 +165,7 @@ def _shown_metrics(records: list[Any]) -> list[str]:
 
 def _best(name: str | None, series: Any) -> float | None:
     """The largest score, or the smallest loss; None for a metric that has no best value, such as a length."""
-    from verl.tracking.summary import best_point
+    from verl.tracking.formatting import best_point
 
     if name is None or not name.startswith(("critic/score", "critic/rewards", "val", "train/")):
         return None

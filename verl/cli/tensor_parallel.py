@@ -19,12 +19,11 @@ from verl.engines.parallel import init_process_group
 from verl.rollout.base import RolloutEngine, RolloutEnv, make_rollout_engine
 from verl.rollout.traits import engine_traits
 from verl.single_controller.dispatch import Dispatch, register
-from verl.single_controller.local.group import LocalWorkerGroup, make_pool
+from verl.single_controller.local.cluster import LocalWorkerGroup, make_pool
 from verl.single_controller.worker import RankEnv, Worker, WorkerSpec, free_port
 from verl.single_controller.worker_group import Future, WorkerError
 from verl.trainer.startup.command_line import print_error
-from verl.utils.device import resolve_device
-from verl.utils.threads import warn_if_oversubscribed
+from verl.utils.device import resolve_device, warn_if_oversubscribed
 
 _RANK_0_SECONDS = 10  # for the error of rank 0, if another rank has failed while they make the engine
 _CPU_RANKS = 8  # processes on a CPU with fewer cores

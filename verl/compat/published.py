@@ -23,7 +23,6 @@ _PROFILER = "profilers are not supported: trainer.logger records the seconds of 
 _MEGATRON = "the Megatron engine is chosen by actor.strategy=megatron, and its settings are those of actor.megatron"
 
 _CHECKPOINTS = "checkpoints are written by verl.checkpoints.store"
-_TOOLS = {ANY: "tools are loaded by verl.agents.tools.load.load_tools"}
 _RESULT = "return a pair (sum, count) from a loss, or a number"
 
 _FUNCTIONAL = "verl.utils.py_functional:"
@@ -36,6 +35,10 @@ def _same_names(module: str, *names: str) -> dict[str, str]:
     return {name: f"{module}:{name}" for name in names}
 
 
+_TOOLS = {
+    **_same_names("verl.agents.tools.load", "initialize_tools_from_config"),
+    ANY: "tools are loaded by verl.agents.tools.load.load_tools",
+}
 _AGENT_LOOPS = {
     **_same_names("verl.agents.public", "AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "DictConfigWrap"),
     **_same_names("verl.agents.public", "TokenOutput", "register"),
@@ -47,20 +50,29 @@ _BATCH_METRICS = _REDUCE_METRICS | _same_names(
     "verl.trainer.ppo.batch_functions",
     *("compute_data_metrics", "compute_timing_metrics", "compute_throughout_metrics"),
 )
-_DEFAULT_SCORE = "verl.rewards.resolve:default_compute_score"
+_DEFAULT_SCORE = _RULES + "default_compute_score"
 _BOXES = {"last_boxed_only_string": _RULES + "last_box", "remove_boxed": _RULES + "inside_box"}
 _MATH = {"compute_score": _RULES + "math_score", "is_equiv": _RULES + "math_equal", **_BOXES}
 _MANAGER_REGISTRY = _same_names("verl.rewards.public_managers", "register", "get_reward_manager_cls")
 _MANAGER_BASE = _same_names("verl.rewards.public_managers", "RewardManagerBase")
 _ABSTRACT_MANAGER = _same_names("verl.rewards.public_managers", "AbstractRewardManager")
 _MANAGERS = {
-    kind: _same_names("verl.rewards.managers", f"{name}RewardManager")
+    kind: _same_names("verl.rewards.public_managers", f"{name}RewardManager")
     for kind, name in {"naive": "Naive", "batch": "Batch", "dapo": "DAPO", "prime": "Prime"}.items()
+}
+_SECTIONS = {
+    **_same_names("verl.config.schema", "ActorConfig", "CriticConfig", "RolloutConfig", "PolicyLossConfig"),
+    "FSDPActorConfig": _SCHEMA + "ActorConfig",
+    "FSDPCriticConfig": _SCHEMA + "CriticConfig",
+    "FSDPEngineConfig": _SCHEMA + "EngineConfig",
+    "HFModelConfig": _SCHEMA + "ModelConfig",
+    **dict.fromkeys(("FSDPOptimizerConfig", "OptimizerConfig"), _SCHEMA + "OptimConfig"),
+    ANY: _CONFIG,
 }
 _WORKER = _same_names("verl.single_controller.worker", "Worker")
 _WORKER_GROUP = {
     **_same_names("verl.single_controller.worker_group", "WorkerGroup"),
-    **_same_names("verl.single_controller.placement", "ResourcePool"),
+    **_same_names("verl.single_controller.cluster", "ResourcePool"),
 }
 _RLHF_DATASET = _same_names("verl.data.rlhf_dataset", "RLHFDataset")
 _SFT_DATASET = _same_names("verl.data.sft_dataset", "SFTDataset")
@@ -68,6 +80,7 @@ _SFT_DATASET = _same_names("verl.data.sft_dataset", "SFTDataset")
 PUBLISHED: dict[str, dict[str, str]] = {
     # ---- modules that exist here and lack some names
     "verl.protocol": {
+        **_same_names("verl.utils.py_functional", "union_two_dict", "list_of_dict_to_dict_of_list"),
         "DataProtoFuture": "a method called with blocking=False returns verl.single_controller.Future",
         "BatchData": "use DataProto",
         "_padding_size_key": "Dispatch.DP_COMPUTE_PROTO adds and removes padding rows",
@@ -111,6 +124,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
             "verl.trainer.ppo.batch_functions", "apply_kl_penalty", "compute_advantage", "compute_response_mask"
         ),
         **_BATCH_METRICS,
+        **dict.fromkeys(("_timer", "marked_timer"), _FUNCTIONAL + "marked_timer"),
         "core_algos": "verl.algorithms.core_algos",
         "ResourcePoolManager": _PLACEMENT,
         "Role": _ROLES,
@@ -133,9 +147,14 @@ PUBLISHED: dict[str, dict[str, str]] = {
     "verl.trainer.ppo.reward": {
         **_same_names("verl.rewards.load", "load_reward_manager"),
         **_same_names("verl.trainer.ppo.batch_functions", "compute_reward"),
-        "get_custom_reward_fn": "verl.rewards.resolve.resolve_reward_function takes path and name of the function",
+        **_same_names("verl.rewards.public_scores", "get_custom_reward_fn"),
         "compute_reward_async": "reward functions run concurrently in worker processes: call compute_reward",
     },
+    "verl.trainer.constants_ppo": {ANY: "variables of worker processes are set by trainer.worker_env"},
+    "verl.utils.torch_dtypes": {ANY: "dtypes are settings: actor.fsdp_config.dtype and model_dtype"},
+    "verl.tools.sandbox_fusion_tools": {ANY: "programs run in the local sandbox: see verl.rewards.sandbox.programs"},
+    "verl.utils.reward_score.prime_code.testing_util": {ANY: "tests of programs are run by verl.rewards.sandbox"},
+    "verl.utils.tensordict_utils": {ANY: "batches are verl.DataProto, which has these operations as methods"},
     "verl.trainer.config": {
         "AlgoConfig": _SCHEMA + "AlgorithmConfig",
         **_same_names("verl.config.schema", "KLControlConfig", "FilterGroupsConfig", "RolloutCorrectionConfig"),
@@ -212,7 +231,10 @@ PUBLISHED: dict[str, dict[str, str]] = {
     "verl.utils.ulysses": {ANY: _SEQUENCE_PARALLEL},
     "verl.utils.megatron_utils": {ANY: _MEGATRON},
     "verl.utils.ray_utils": {ANY: "Ray is used by verl.single_controller.ray only"},
-    "verl.utils.rollout_trace": {ANY: "traces of agent loops are not recorded; trainer.rollout_data_dir saves samples"},
+    "verl.utils.rollout_trace": {
+        **_same_names("verl.utils.py_functional", "rollout_trace_op"),
+        ANY: "traces of agent loops are not recorded; trainer.rollout_data_dir saves samples",
+    },
     "verl.utils.memory_utils": {ANY: "perf/max_memory_allocated_gb is recorded at every step"},
     "verl.utils.distributed": {ANY: "process groups are made by the training engine (verl.engines.parallel)"},
     "verl.utils.npu_utils": {ANY: "NPUs are not supported"},
@@ -233,14 +255,9 @@ PUBLISHED: dict[str, dict[str, str]] = {
         "func_generator": "verl.single_controller.WorkerGroup.call dispatches, executes and collects",
         ANY: _PLACEMENT,
     },
-    "verl.workers.config": {
-        **_same_names("verl.config.schema", "ActorConfig", "CriticConfig", "RolloutConfig", "PolicyLossConfig"),
-        "FSDPActorConfig": _SCHEMA + "ActorConfig",
-        "FSDPCriticConfig": _SCHEMA + "CriticConfig",
-        "FSDPEngineConfig": _SCHEMA + "EngineConfig",
-        "HFModelConfig": _SCHEMA + "ModelConfig",
-        **dict.fromkeys(("FSDPOptimizerConfig", "OptimizerConfig"), _SCHEMA + "OptimConfig"),
-        ANY: _CONFIG,
+    **{
+        f"verl.workers.config{name}": _SECTIONS
+        for name in ("", ".actor", ".critic", ".engine", ".model", ".optimizer", ".rollout")
     },
     **{
         f"verl.workers.{name}": {ANY: _WORKERS}
@@ -269,6 +286,6 @@ PUBLISHED: dict[str, dict[str, str]] = {
     "verl.experimental.dataset.sampler": {ANY: "data.shuffle and data.seed define the order of the prompts"},
     "verl.tools.tool_registry": _TOOLS,
     "verl.tools.utils.tool_registry": _TOOLS,
-    "verl.interactions.base": {"BaseInteraction": "verl.agents.tools.interactions:BaseInteraction"},
+    "verl.interactions.base": {"BaseInteraction": "verl.agents.tools.base_tool:BaseInteraction"},
     "verl.base_config": {"BaseConfig": "verl.config.fields:Section"},
 }

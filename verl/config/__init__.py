@@ -1,7 +1,7 @@
 """The configuration: one typed schema, read from YAML files and `key=value` overrides."""
 
 from verl.config.checks.algorithm import check_critic
-from verl.config.checks.registered import check_registered
+from verl.config.checks.run import check_registered
 from verl.config.describe import batch_summary, reference_table, settings_without_effect
 from verl.config.errors import ConfigError, Problem
 from verl.config.fields import differences, to_flat_dict

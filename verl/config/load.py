@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from verl.config.checks import algorithm, asynchronous, batch, megatron, rollout, run
+from verl.config.checks import algorithm, batch, megatron, rollout, run
 from verl.config.errors import ConfigError, Problem, format_value
 from verl.config.fields import Schema, derived_fields, differences, fields_of, to_flat_dict, unflatten
 from verl.config.presets import OTHER_COMMANDS, PRESETS
@@ -242,7 +242,7 @@ CHECKS: dict[type[Schema], tuple[Check, ...]] = {
     Schema: (run.check_templates, run.check_zeros),
     Config: (
         *_RUN,
-        asynchronous.check_asynchronous,  # others depend on its placement
+        rollout.check_asynchronous,  # others depend on its placement
         batch.check_batches,
         batch.check_ranks,
         batch.check_rollout_ranks,

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -50,7 +51,7 @@ class Reader:
 
     def read(self) -> Layer:
         """Key of the schema -> resolved value with its origin."""
-        layers = [self._known(self._renamed(layer)) for layer in self.layers]
+        layers = [self._known(self._renamed(self._expanded(layer))) for layer in self.layers]
         resolved = self._resolver(layers)
         interpolated = [[(key, value) for key, setting in layer if (value := resolved(setting))] for layer in layers]
         layers = [[item for item in layer if not self._unset(*item)] for layer in interpolated]
@@ -137,13 +138,30 @@ class Reader:
             if setting.value != "???" and not (key in empty and (setting.value is None or setting.value == {}))
         }
 
+    def _expanded(self, layer: Layer) -> Layer:
+        """Replace a reference to a section by references to the keys that any layer sets below it."""
+        expanded: Layer = {}
+        for key, setting in layer.items():
+            reference = key in sections_of(self.schema) and _reference(setting.value)
+            if not reference:
+                expanded[key] = setting
+                continue
+            names = {name for other in self.layers for name in other if name.startswith(f"{reference}.")}
+            for name in sorted(names):
+                below = key + name.removeprefix(reference)
+                expanded[below] = replace(setting, key=below, value=f"${{{name}}}")
+        return expanded
+
     # ------------------------------------------------------------------------------------------------------- aliases
 
     def _renamed(self, layer: Layer) -> Named:
-        """Resolve short and deprecated names. A deprecated name that is null is dropped."""
+        """Resolve short and deprecated names. One that is null, or refers to its own key, is dropped."""
         aliases, renamed = self.schema.aliases, []
         for spelled, setting in layer.items():
             key = aliases.resolve(spelled)
+            reference = _reference(setting.value)
+            if key != spelled and reference and aliases.resolve(reference) == key:
+                continue
             if aliases.is_deprecated(spelled) and setting.value != REMOVED:
                 if setting.value is None:
                     continue
@@ -314,6 +332,12 @@ def ignored_notes(ignored: Layer, schema: str | None) -> list[str]:
         listed += [f"{section}{below} ({len(keys)} keys)"] if several else keys
     count = sum(map(len, names.values()))
     return [f"ignored: {count} key{'s' * (count > 1)} without effect here: {', '.join(listed)}"] if count else []
+
+
+def _reference(value: Any) -> str | None:
+    """The key that a value refers to: `${key}` or `${oc.select:key,default}`."""
+    match = re.fullmatch(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,(?:[^{}]|\{\})*)?\}", str(value))
+    return match and match[1]
 
 
 def _sections_above(key: str) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from verl.data.messages import Chat, Message, trained_turns
 from verl.data.tokenization import as_chat_or_text, check_rendering, encode, render_chats
 from verl.protocol import DataProto
-from verl.utils.decoding import decode_all
+from verl.utils.tokenizer import decode_all
 
 logger = logging.getLogger("verl.data")
 

@@ -27,7 +27,7 @@ same numbers, with and without the overlap.
     run        PipelineRun: one batch on its way, and the batch after each operator
 """
 
-from verl.dataflow.flow import DataFlow
+from verl.dataflow.flow import DataFlow, Pipeline
 from verl.dataflow.operator import (
     CONTROLLER,
     HOLD,
@@ -38,7 +38,6 @@ from verl.dataflow.operator import (
     running,
     running_operator,
 )
-from verl.dataflow.pipeline import Pipeline
 
 __all__ = [
     "CONTROLLER",

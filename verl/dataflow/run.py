@@ -138,10 +138,10 @@ class PipelineRun:
     def annotate(self, i: int, error: BaseException) -> None:
         """Add notes to an error: the operator that raised it, and those that ran at the same time."""
         error.add_note(f"raised in operator {self.operators[i].name!r}")
-        if isinstance(error, KeyError):
-            for column, operator in self._dropped.items():
-                if f"{column!r}" in str(error) or f'"{column}"' in str(error):
-                    error.add_note(_dropped_by(column, operator))
+        without_tensors = isinstance(error, TypeError) and "'NoneType'" in str(error)  # batch.batch of no columns
+        for column, operator in self._dropped.items() if isinstance(error, KeyError) or without_tensors else ():
+            if without_tensors or f"{column!r}" in str(error) or f'"{column}"' in str(error):
+                error.add_note(_dropped_by(column, operator))
         if self._running:
             names = (self.operators[j].name for j, _ in self._running.values())
             error.add_note(f"running at the same time: {', '.join(names)}")
@@ -265,7 +265,8 @@ def _batch_after(op: Operator, current: DataProto | None, op_input: OperatorInpu
         changed = {name: value for name, value in meta_info.items() if op_input.meta_info.get(name, unset) is not value}
         meta_info = current.meta_info | changed
     if not replaces:
-        current = DataProto(current.batch, current.non_tensor_batch, meta_info)
+        current = current.copy()
+        current.meta_info = dict(meta_info)
     if result is None:
         problem = "returned None: return the batch, or declare the columns as `writes` and return them"
         _require_untouched(op_input, problem)
@@ -281,7 +282,7 @@ def _batch_after(op: Operator, current: DataProto | None, op_input: OperatorInpu
             "batch.meta_info['metrics'])"
         )
     if replaces:
-        return DataProto(meta_info=meta_info).union(result)  # `union` checks the columns
+        return _union(DataProto(meta_info=meta_info), result)  # it checks the columns
     return _added(op, current, op_input, result)
 
 
@@ -308,7 +309,14 @@ def _added(op: Operator, current: DataProto, op_input: OperatorInput | None, res
             "DataProto and declare no `writes`"
         )
     overwritten = [c for c in op.writes if c in current]
-    return (current.drop(overwritten) if overwritten else current).union(result)
+    return _union(current.drop(overwritten) if overwritten else current, result)
+
+
+def _union(current: DataProto, result: DataProto) -> DataProto:
+    """`current.union(result)`, where metadata that an operator returns replaces the earlier values."""
+    earlier = {k: v for k, v in current.meta_info.items() if k not in result.meta_info or k in MERGED_ENTRIES}
+    current.meta_info = earlier
+    return current.union(result)
 
 
 def _require_untouched(op_input: OperatorInput, problem: str, returned: Iterable[str] = ()) -> None:

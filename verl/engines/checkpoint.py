@@ -35,7 +35,6 @@ from verl.checkpoints.safetensors_files import SafetensorsFiles
 from verl.checkpoints.shard_files import ShardPlanner, ShardReader, unpickling_fault
 from verl.engines.optimizer import AdamW8bit
 from verl.modeling.huggingface import load_pretrained
-from verl.modeling.moe import expert_modules
 
 #: magnitude beyond which a weight has diverged; those of pretrained models are below 1e3
 LARGEST_WEIGHT = 1e6
@@ -324,36 +323,43 @@ def save_description(module: nn.Module, folder: Path) -> None:
 
 
 def load_weights(module: nn.Module, folder: Path) -> None:
-    """Load the safetensors of a HuggingFace folder into `module`. Every parameter must occur exactly once."""
-    if expert_modules(module):
-        _load_mixture(module, folder)
-        return
+    """Load the safetensors of a HuggingFace folder into `module`. Every parameter must occur exactly once.
+
+    The files may have the names and the layout in which the family is published, such as one tensor per expert.
+    """
     files = SafetensorsFiles(folder)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = {name for name, _ in module.named_buffers()}
     saved = files.shapes()
     loaded = {id(parameters[name]) for name in saved if name in parameters}
-    missing = [name for name, p in parameters.items() if id(p) not in loaded]
-    unknown = sorted(set(saved) - set(parameters) - buffers)
+    if any(id(p) not in loaded for p in parameters.values()) or set(saved) - set(parameters) - buffers:
+        _load_published(module, folder)
+        return
     shapes = [name for name, shape in saved.items() if name in parameters and tuple(parameters[name].shape) != shape]
-    if missing or unknown or shapes:
-        raise ValueError(
-            f"{folder} contains a different model than this {type(module).__name__}: "
-            f"missing {missing[:3]}, unknown {unknown[:3]}, mismatched shapes {shapes[:3]}. Use the model that the "
-            "run started with, or start a fresh run (a new trainer.experiment_name or trainer.default_local_dir)"
-        )
+    if shapes:
+        raise _different_model(module, folder, f"mismatched shapes {shapes[:3]}")
     with torch.no_grad():
         for name in saved.keys() & parameters.keys():
             copy_into(parameters[name], files.read(name))
 
 
 @torch.no_grad()
-def _load_mixture(module: nn.Module, folder: Path) -> None:
-    """`load_weights` of a mixture of experts: a file has every expert by itself, and the module all of a layer."""
-    saved, _ = load_pretrained(type(module), str(folder), module.config, module.dtype)
+def _load_published(module: nn.Module, folder: Path) -> None:
+    """`load_weights` of files in the published format, which transformers converts to that of the module."""
+    try:
+        saved, _ = load_pretrained(type(module), str(folder), module.config, module.dtype)
+    except ValueError as error:
+        raise _different_model(module, folder, str(error)) from error
     source = dict(saved.named_parameters()) | dict(saved.named_buffers())
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         copy_into(tensor, source.pop(name).detach())
+
+
+def _different_model(module: nn.Module, folder: Path, difference: str) -> ValueError:
+    return ValueError(
+        f"{folder} contains a different model than this {type(module).__name__}: {difference}. Use the model that the "
+        "run started with, or start a fresh run (a new trainer.experiment_name or trainer.default_local_dir)"
+    )
 
 
 def copy_into(parameter: torch.Tensor, value: torch.Tensor) -> None:

@@ -7,14 +7,201 @@
 package may still fail to load; this process imports nothing heavy.
 """
 
-from collections.abc import Sequence
+import os
+import resource
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from verl.engines.traits import built_in_strategies
-from verl.env_check import machine, packages
-from verl.env_check.report import FAULT, OK, Check, EnvReport
+from verl.env_check import packages
+from verl.env_check.probe import FAULT, NOTE, OK, Check, EnvReport, Probe
 from verl.rollout.traits import built_in_engines
+from verl.utils.paths import resolved
+
+GIB = 2**30
+
+DISK_GIB = 10.0
+SHARED_MEMORY_GIB = 1.0
+OPEN_FILES = 65536
 
 __all__ = ["Check", "EnvReport", "check_env", "inspect_env"]
+
+# ---- the machine ----------------------------------------------------------------------------------------------------
+
+#: variable -> (value that slows down or breaks a run, its effect)
+_COSTLY = {
+    "NCCL_P2P_DISABLE": ("1", "GPUs of this host exchange data through main memory"),
+    "NCCL_SHM_DISABLE": ("1", "GPUs of this host exchange data through the network"),
+    "NCCL_IB_DISABLE": ("1", "hosts exchange data over TCP, not InfiniBand"),
+    "NCCL_DEBUG": ("TRACE", "NCCL writes a line for every call"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "the CPU waits for every GPU kernel: for debugging only"),
+}
+
+
+@dataclass(frozen=True)
+class Cards:
+    """The GPUs of the host as listed by the driver: name, memory.total and memory.used (MiB), driver_version."""
+
+    rows: tuple[dict[str, str], ...] = ()
+    problem: str | None = None  # the error of nvidia-smi
+
+
+def nvidia_smi() -> Cards:
+    """Query the driver. No rows and no problem if there is no nvidia-smi."""
+    fields = ["name", "memory.total", "memory.used", "driver_version"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    if shutil.which(command[0]) is None:
+        return Cards()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, encoding="utf-8", errors="replace")
+    except subprocess.TimeoutExpired:
+        return Cards(problem="nvidia-smi did not respond within 30 s")
+    lines = (done.stdout or done.stderr).strip().splitlines()
+    if done.returncode != 0:
+        return Cards(problem=lines[0] if lines else f"nvidia-smi ended with status {done.returncode}")
+    rows = [line.split(", ") for line in lines]
+    if strange := [line for line, row in zip(lines, rows) if len(row) != len(fields)]:
+        return Cards(problem=f"nvidia-smi printed {strange[0]!r}, expected {', '.join(fields)}")
+    return Cards(tuple(dict(zip(fields, row)) for row in rows))
+
+
+def check_gpus(torch_probe: Probe, host: Cards) -> list[Check]:
+    """Compare the GPUs that the driver lists with those that torch can use.
+
+    A GPU that torch cannot use is an error: a run would silently fall back to the CPU.
+    """
+    torch_info = torch_probe.info or {"usable": False, "cuda": None, "reason": torch_probe.error or ""}
+    visible = len(torch_info["capabilities"]) if torch_info["usable"] else 0
+    if host.problem is not None and not visible:
+        fix = "install the NVIDIA driver again and restart the host (in a container: start it with --gpus all)"
+        return [Check("GPU", NOTE, f"the driver fails: {host.problem}", fix)]
+    if not host.rows and not visible:
+        return [Check("GPU", NOTE, "no NVIDIA GPU: everything runs on the CPU")]
+    if not host.rows:  # torch queries the driver directly
+        unseen = host.problem or "there is no nvidia-smi"
+        seen = Check("GPU", OK, f"{visible} visible to torch, CUDA {torch_info['cuda']} ({unseen})")
+        return [seen, *_check_gpu_details(torch_info, host)]
+    cards = f"{len(host.rows)} x {host.rows[0]['name']}, driver {host.rows[0]['driver_version']}"
+    reinstall = "pip install uv && uv pip install --reinstall --torch-backend=auto torch"
+    if torch_info["cuda"] is None:
+        return [Check("GPU", NOTE, f"{cards}; this torch is built for the CPU and does not use them", reinstall)]
+    if not torch_info["usable"]:
+        if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+            return [Check("GPU", NOTE, f"{cards}; hidden by CUDA_VISIBLE_DEVICES", "unset CUDA_VISIBLE_DEVICES")]
+        fix = f"update the NVIDIA driver, or install a torch that supports it: {reinstall}"
+        return [Check("GPU", FAULT, f"{cards}; torch cannot use them: {torch_info['reason']}", fix, required=True)]
+    seen = Check("GPU", OK, f"{cards}; CUDA {torch_info['cuda']}, {visible} visible")
+    return [seen, *_check_gpu_details(torch_info, host)]
+
+
+def _check_gpu_details(torch_info: Mapping[str, Any], host: Cards) -> list[Check]:
+    checks = []
+    if any(tuple(capability) < (8, 0) for capability in torch_info["capabilities"]):
+        checks.append(Check("bfloat16", NOTE, "no hardware support (needs Ampere or newer): float32 is used"))
+    taken = [
+        f"GPU {i}: {card['memory.used']} of {card['memory.total']} MiB"
+        for i, card in enumerate(host.rows)
+        if "N/A" not in card["memory.used"] + card["memory.total"]  # a GPU that shares the host's memory
+        and float(card["memory.used"]) > 0.1 * float(card["memory.total"])
+    ]
+    if taken:
+        usage = f"used by another program: {', '.join(taken)}"
+        checks.append(Check("GPU memory", NOTE, usage, "nvidia-smi   # shows which program"))
+    if torch_info["nccl"] is None:
+        checks.append(Check("NCCL", FAULT, "not in this build of torch: single GPU only", "pip install -U torch"))
+    else:
+        checks.append(Check("NCCL", OK, torch_info["nccl"]))
+    return checks
+
+
+def check_disk(folder: Path = Path(".")) -> Check:
+    """Free space for checkpoints in the default location."""
+    free = shutil.disk_usage(folder).free / GIB
+    space = f"{free:.1f} GiB free in {resolved(folder)}"
+    if free >= DISK_GIB:
+        return Check("disk", OK, space)
+    fix = "trainer.default_local_dir=<a folder on a larger disk> and trainer.max_actor_ckpt_to_keep=1"
+    return Check("disk", NOTE, f"{space}: a checkpoint of a 0.5B model with its optimizer takes 8 GiB", fix)
+
+
+def check_shared_memory(folder: Path = Path("/dev/shm")) -> Check | None:
+    """Size of /dev/shm, through which processes exchange batches (64 MiB in a container by default); None if absent."""
+    if not folder.is_dir():
+        return None
+    total = shutil.disk_usage(folder).total / GIB
+    if total >= SHARED_MEMORY_GIB:
+        return Check("shared memory", OK, f"{total:.1f} GiB")
+    fix = "docker run --shm-size=16g ...   # or: mount -o remount,size=16G /dev/shm"
+    return Check("shared memory", NOTE, f"{total:.2f} GiB: too little for several processes (NCCL, Ray, loaders)", fix)
+
+
+def check_open_files() -> Check:
+    """Limit of open files and sockets per process: many workers need thousands."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft == unlimited or soft >= OPEN_FILES // 8:
+        return Check("open files", OK, "unlimited" if soft == unlimited else str(soft))
+    reachable = OPEN_FILES if hard == unlimited else min(hard, OPEN_FILES)
+    return Check("open files", NOTE, f"{soft}: Ray and many workers need more", f"ulimit -n {reachable}")
+
+
+def check_variables(
+    environment: Mapping[str, str] = os.environ,
+    adapters: Path = Path("/sys/class/infiniband"),
+    routes: Path = Path("/proc/net/route"),
+) -> list[Check]:
+    """NCCL and CUDA variables: values that slow down a run, and network interfaces that do not exist.
+
+    Args:
+        environment: the variables.
+        adapters: folder in which Linux lists the InfiniBand adapters.
+        routes: Linux's routing table.
+    """
+    has_infiniband = adapters.is_dir() and any(adapters.iterdir())
+    checks = [
+        Check(name, NOTE, f"{value}: {effect}", f"unset {name}")
+        for name, (value, effect) in _COSTLY.items()
+        if environment.get(name) == value and (has_infiniband or name != "NCCL_IB_DISABLE")
+    ]
+    interfaces = environment.get("NCCL_SOCKET_IFNAME")
+    if interfaces is not None:
+        checks.append(_check_interfaces(interfaces, routes))
+    named = {check.name for check in checks}
+    others = [f"{k}={v}" for k, v in sorted(environment.items()) if k.startswith("NCCL_") and k not in named]
+    checks.append(Check("NCCL variables", OK, ", ".join(others) or "none set"))
+    return checks
+
+
+def _check_interfaces(value: str, routes: Path) -> Check:
+    """NCCL_SOCKET_IFNAME: prefixes of network interfaces; `=name` for an exact name; a leading `^` excludes."""
+    name = "NCCL_SOCKET_IFNAME"
+    present = [interface for _, interface in socket.if_nameindex()]
+    if value.startswith("^"):
+        prefixes = tuple(value[1:].removeprefix("=").split(","))
+        matching = [i for i in present if not (i in prefixes if value.startswith("^=") else i.startswith(prefixes))]
+    elif value.startswith("="):
+        matching = [i for i in present if i in value[1:].split(",")]
+    else:
+        matching = [i for i in present if i.startswith(tuple(value.split(",")))]
+    if matching:
+        return Check(name, OK, f"{value} (here: {', '.join(matching)})")
+    usable = _default_interface(routes)
+    fix = f"export {name}={usable}" if usable in present else f"unset {name}"
+    return Check(name, FAULT, f"{value} matches no network interface of this host ({', '.join(present)})", fix)
+
+
+def _default_interface(routes: Path) -> str | None:
+    """The interface of the default route, which leads to other hosts; None if there is none."""
+    lines = routes.read_text(encoding="utf-8").splitlines()[1:] if routes.is_file() else []
+    return next((fields[0] for fields in map(str.split, lines) if fields[1] == "00000000"), None)
+
+
+# ---- the check ------------------------------------------------------------------------------------------------------
 
 #: mode -> checks that it needs
 _MODES: dict[str, tuple[str, ...]] = {
@@ -60,7 +247,7 @@ def check_env(verbose: bool = True) -> EnvReport:
 def inspect_env() -> EnvReport:
     """Check this machine. Takes a few seconds, mostly imports in subprocesses."""
     probes = packages.probe_packages()
-    gpus = machine.check_gpus(probes["torch"], machine.nvidia_smi())
+    gpus = check_gpus(probes["torch"], nvidia_smi())
     checks = [
         packages.check_python(),
         *packages.check_core(probes),
@@ -68,10 +255,10 @@ def inspect_env() -> EnvReport:
         packages.check_fsdp2(probes),
         packages.check_attention(probes, gpu=gpus[0].state == OK),
         *packages.check_optional(probes),
-        machine.check_disk(),
-        machine.check_shared_memory(),
-        machine.check_open_files(),
-        *machine.check_variables(),
+        check_disk(),
+        check_shared_memory(),
+        check_open_files(),
+        *check_variables(),
     ]
     present = tuple(check for check in checks if check is not None)
     return EnvReport(present, possible_modes(present))

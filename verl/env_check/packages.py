@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from verl.engines.traits import built_in_strategies
-from verl.env_check.probe import Probe, at_least, run_probes, version_of
-from verl.env_check.report import FAULT, NOTE, OK, Check
+from verl.env_check.probe import FAULT, NOTE, OK, Check, Probe, at_least, run_probes, version_of
 from verl.rollout.traits import built_in_engines
 from verl.utils.packages import Package, is_installed
 

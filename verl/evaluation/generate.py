@@ -18,23 +18,20 @@ from verl.data.media import note_unused_media_keys
 from verl.data.processor import load_processor
 from verl.data.tokenization import load_tokenizer
 from verl.dataflow import DataFlow, Operator
-from verl.evaluation.prompts import PromptSet, check_output, write_output
-from verl.evaluation.shards import Responses, ResponseShards
+from verl.evaluation.prompts import PromptSet, Responses, ResponseShards, check_output, write_output
 from verl.protocol import DataProto
 from verl.rollout.request import stop_strings
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
 from verl.tracking.formatting import format_clock
 from verl.trainer.checks.model_limits import ModelLimits
-from verl.trainer.checks.preflight import CONFIG, Settings, open_run, run_checks
+from verl.trainer.checks.preflight import CONFIG, Recipe, Settings, open_run, run_checks
 from verl.trainer.guards.interruption import Stopped
 from verl.trainer.ppo.operators import repeat
 from verl.trainer.startup.command_line import print_error
 from verl.trainer.startup.inputs import stop_token_ids
-from verl.trainer.startup.recipe import Recipe
-from verl.utils.decoding import decode_all
-from verl.utils.device import resolve_device, resolve_dtype
+from verl.utils.device import resolve_device, resolve_dtype, warn_if_oversubscribed
 from verl.utils.disk import DiskFullError
-from verl.utils.threads import warn_if_oversubscribed
+from verl.utils.tokenizer import decode_all
 from verl.workers.rollout.worker import RolloutWorker
 
 logger = logging.getLogger("verl.trainer")

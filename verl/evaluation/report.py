@@ -29,9 +29,8 @@ from verl.evaluation.score import (
 )
 from verl.evaluation.statistics import PairedComparison, compare_paired, mean_intervals, pass_at_k
 from verl.rewards.outcome import RewardError
-from verl.trainer.checks.preflight import Settings, open_run
+from verl.trainer.checks.preflight import Recipe, Settings, open_run
 from verl.trainer.startup.command_line import print_error
-from verl.trainer.startup.recipe import Recipe
 from verl.utils.disk import DiskFullError
 from verl.utils.log import console
 from verl.utils.redaction import console_text

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from verl.model_merger.sources import Shape, TensorInfo, WeightSource, assemble, concatenate
+from verl.model_merger.sources import Shape, TensorInfo, WeightSource, assemble
 from verl.utils.paths import read_json
 
 _FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
@@ -93,9 +93,6 @@ class RankFiles(WeightSource):
         tensor = self._tensors[name]
         return assemble(name, tensor.info(), tensor.located_shards())
 
-    def read_again(self, name: str) -> torch.Tensor:
-        return self._tensors[name].concatenated()
-
 
 # ---- one tensor on all ranks ----------------------------------------------------------------------------------------
 
@@ -118,17 +115,10 @@ class _Sharded(ABC):
     def located_shards(self) -> Iterator[LocatedShard]:
         """Yield every shard with its offset in the full tensor."""
 
-    def concatenated(self) -> torch.Tensor:
-        """Return the full tensor by concatenation."""
-        return concatenate([(offset, local) for _, offset, local in self.located_shards() if local.numel()])
-
 
 class _DTensorShards(_Sharded):
-    def _mesh_shape(self) -> Shape:
-        return tuple(1 + max(axis) for axis in zip(*(shard.coordinate for shard in self.shards)))
-
     def located_shards(self) -> Iterator[LocatedShard]:
-        mesh_shape = self._mesh_shape()
+        mesh_shape = [1 + max(axis) for axis in zip(*(shard.coordinate for shard in self.shards))]
         for origin, shard in zip(self.origins, self.shards):
             offset, size = [0] * len(shard.shape), list(shard.shape)
             for ranks, index, dim in zip(mesh_shape, shard.coordinate, shard.placements):
@@ -141,20 +131,6 @@ class _DTensorShards(_Sharded):
                     f"{origin}: its shard of {self.name} has shape {tuple(shard.local.shape)}, expected {tuple(size)}"
                 )
             yield origin, tuple(offset), shard.local
-
-    def concatenated(self) -> torch.Tensor:  # without computing offsets
-        mesh_shape, placements = self._mesh_shape(), self.shards[0].placements
-        by_coordinate = {shard.coordinate: shard.local for shard in self.shards}
-
-        def gathered(coordinate: Shape) -> torch.Tensor:
-            axis = len(coordinate)
-            if axis == len(mesh_shape):
-                return by_coordinate[coordinate]
-            if placements[axis] is None:
-                return gathered((*coordinate, 0))
-            return torch.cat([gathered((*coordinate, i)) for i in range(mesh_shape[axis])], placements[axis])
-
-        return gathered(())
 
 
 class _ShardedTensorShards(_Sharded):
@@ -193,9 +169,6 @@ class _PlainShards(_Sharded):
         for origin, shard in zip(self.origins, self.shards):
             yield origin, (row, *[0] * (shard.dim() - 1)) if shard.dim() else (), shard
             row += 0 if self.replicated else len(shard)
-
-    def concatenated(self) -> torch.Tensor:
-        return self.shards[0] if self.replicated else torch.cat(self.shards)
 
 
 def _sharded(name: str, origins: list[str], shards: list) -> _Sharded:

@@ -69,8 +69,6 @@ class LoadedModel(WeightSource):
     def read(self, name: str) -> torch.Tensor:
         return self._tensors[name]
 
-    read_again = read
-
 
 class AdaptersOverBase(WeightSource):
     """The weights of a peft model under their names in memory: base weights and adapters."""
@@ -108,14 +106,7 @@ class AdaptersOverBase(WeightSource):
 
     def read(self, name: str) -> torch.Tensor:
         folder, stored = self._stored_in[name]
-        return self._as_trained(name, folder.read(stored))
-
-    def read_again(self, name: str) -> torch.Tensor:
-        folder, stored = self._stored_in[name]
-        return self._as_trained(name, folder.read_again(stored))
-
-    def _as_trained(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return rounded(tensor) if name in self._quantized else tensor
+        return rounded(folder.read(stored)) if name in self._quantized else folder.read(stored)
 
 
 def adapted_parameter(module: str, config: Mapping[str, Any]) -> str:
@@ -200,8 +191,6 @@ def _recorded_alpha(folder: Path, path: Path, config: dict[str, Any]) -> float:
 class MergedAdapters(WeightSource):
     """The weights of a peft model with its adapters merged, under the names of the base model."""
 
-    copies_bits = False
-
     def __init__(self, source: WeightSource, settings: LoraSettings):
         self.source, self.settings = source, settings
         self._inner: dict[str, str] = {}  # name without adapters -> name in the source
@@ -255,21 +244,6 @@ class MergedAdapters(WeightSource):
         delta = torch.einsum("oke,eki->eoi", b.unflatten(1, (-1, experts)), a.unflatten(0, (experts, -1)))
         delta = (delta.mT if name in self._transposed else delta) * self.settings.scale(len(a) // experts)
         return (base.float() + delta.view(base.shape)).to(base.dtype)
-
-    def read_again(self, name: str) -> torch.Tensor:
-        """Merge in double precision, one rank-one update at a time."""
-        base = self.source.read_again(self._inner[name])
-        pair = self._matrices.get(name)
-        if pair is None:
-            return base
-        a, b = self.source.read_again(pair["A"]).double(), self.source.read_again(pair["B"]).double()
-        merged, experts = base.to(torch.float64, copy=True), _experts(base)
-        rank = len(a) // experts
-        for expert, weight in enumerate(merged.view(experts, *base.shape[-2:])):
-            target = weight.T if name in self._transposed else weight
-            for k in range(rank):
-                target.addr_(b[:, k * experts + expert], a[expert * rank + k], alpha=self.settings.scale(rank))
-        return merged.to(base.dtype)
 
     def is_untrained(self) -> bool:
         """Whether all adapters are zero, as before the first step, and no module was trained in full."""

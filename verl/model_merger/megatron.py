@@ -15,7 +15,6 @@ layers, or has a separate key:
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -92,16 +91,10 @@ class MegatronCheckpoint(WeightSource):
         return infos
 
     def read(self, name: str) -> torch.Tensor:
-        return self._convert(name, self._files.read_box)
-
-    def read_again(self, name: str) -> torch.Tensor:
-        return self._convert(name, self._files.read_chunks)
-
-    def _convert(self, name: str, read: Any) -> torch.Tensor:
         conversion = self._conversions[name]
         stacked = []
         for parts in self._stored(conversion):  # one entry, or one for each expert
-            tensors = [read(key, index) for key, index in parts]
+            tensors = [self._files.read(key, index) for key, index in parts]
             stacked.append(torch.cat(tensors, -2) if len(tensors) > 1 else tensors[0])
         full = stacked[0] if not conversion.is_expert or stacked[0].dim() == 3 else torch.stack(stacked)
         position = ShardRank()

@@ -3,7 +3,6 @@
 `WeightSource` is the interface. Rank files (`model_world_size_W_rank_R.pt`) are in `fsdp`, adapters in `lora`.
 """
 
-import io
 import pickle
 import warnings
 from abc import ABC, abstractmethod
@@ -13,14 +12,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 from safetensors.torch import _getdtype
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from verl.checkpoints.boxes import BoxLoadPlanner, Region
 from verl.checkpoints.safetensors_files import SafetensorsFiles, has_weights
-from verl.checkpoints.shard_files import ShardReader
+from verl.checkpoints.shard_files import BoxLoadPlanner, Region, ShardReader
 from verl.utils.paths import expanded
 
 Shape = tuple[int, ...]
@@ -40,9 +37,6 @@ class WeightSource(ABC):
     Tensors are read on demand, so memory use is that of the tensors in use, not of the model.
     """
 
-    #: whether `read` and `read_again` agree bit by bit, because they copy and do not compute
-    copies_bits = True
-
     @abstractmethod
     def names(self) -> list[str]:
         """Return the names of all tensors, parameters and buffers."""
@@ -61,10 +55,6 @@ class WeightSource(ABC):
     @abstractmethod
     def read(self, name: str) -> torch.Tensor:
         """Read a full tensor. Raises ValueError that names the tensor and the file if it cannot be read."""
-
-    @abstractmethod
-    def read_again(self, name: str) -> torch.Tensor:
-        """Read a full tensor by a code path independent of `read`, to verify a merged model against."""
 
 
 # ---- shards of one tensor -------------------------------------------------------------------------------------------
@@ -103,14 +93,6 @@ def assemble(name: str, info: TensorInfo, shards: Iterable[tuple[str, Shape, tor
     return full
 
 
-def concatenate(shards: list[tuple[Shape, torch.Tensor]], dim: int = 0) -> torch.Tensor:
-    """Concatenate (offset, shard) pairs by offset, dimension by dimension. Of replicas, the first is used."""
-    if len(shards) == 1 or dim == len(shards[0][0]):
-        return shards[0][1]
-    starts = sorted({offset[dim] for offset, _ in shards})
-    return torch.cat([concatenate([s for s in shards if s[0][dim] == start], dim + 1) for start in starts], dim)
-
-
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are bitwise equal (NaN equals itself)."""
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -145,12 +127,6 @@ class SafetensorsFolder(SafetensorsFiles, WeightSource):
         slices = {name: self.slice_of(name) for name in self._tensor_files}
         return {name: TensorInfo(tuple(s.get_shape()), _getdtype(s.get_dtype())) for name, s in slices.items()}
 
-    def read_again(self, name: str) -> torch.Tensor:
-        """Read as a slice from a newly opened file."""
-        (path,) = (self.folder / file for file, opened in self._files.items() if opened is self._tensor_files[name])
-        with safe_open(path, framework="pt") as file:
-            return file.get_slice(name)[...]
-
 
 # ---- torch.distributed.checkpoint -----------------------------------------------------------------------------------
 
@@ -178,7 +154,6 @@ class ShardFiles:
                 f"{folder} is not a complete checkpoint: cannot read .metadata, which is written last ({error})"
             ) from error
         self._check_files(metadata)
-        self._storage = metadata.storage_data
         entries = metadata.state_dict_metadata.items()
         self.tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
@@ -197,7 +172,7 @@ class ShardFiles:
             if size < end:
                 raise ValueError(f"{self.folder / name} is truncated: expected at least {end} bytes, found {size}")
 
-    def read_box(self, key: str, index: Shape = ()) -> torch.Tensor:
+    def read(self, key: str, index: Shape = ()) -> torch.Tensor:
         """Read a tensor, or its slice at `index` of the first dimensions. Raises ValueError for a damaged file."""
         entry, depth = self.tensors[key], len(index)
         full = torch.empty(entry.size[depth:], dtype=entry.properties.dtype)
@@ -210,21 +185,6 @@ class ShardFiles:
         except CheckpointException as error:
             raise ValueError(f"{self.folder}: cannot read {key}, a file is damaged: {error}") from error
         return full
-
-    def read_chunks(self, key: str, index: Shape = ()) -> torch.Tensor:
-        """`read_box` by another code path: concatenate the stored chunks in the order of their offsets."""
-        shards, depth = [], len(index)
-        for chunk in self.tensors[key].chunks:
-            within = [i - first for i, first in zip(index, chunk.offsets)]
-            if not all(0 <= i < size for i, size in zip(within, chunk.sizes)):
-                continue
-            stored = self._storage[MetadataIndex(key, chunk.offsets)]
-            with (self.folder / stored.relative_path).open("rb") as file:
-                file.seek(stored.offset)
-                content = io.BytesIO(file.read(stored.length))
-            values = torch.load(content, map_location="cpu", weights_only=True)
-            shards.append((tuple(chunk.offsets[depth:]), values[tuple(within)]))
-        return concatenate([shard for shard in shards if shard[1].numel()] or shards)
 
 
 class DistributedCheckpoint(WeightSource):
@@ -248,8 +208,4 @@ class DistributedCheckpoint(WeightSource):
         return {name: TensorInfo(tuple(entry.size), entry.properties.dtype) for name, entry in self._tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        return self._files.read_box(_PREFIX + name)
-
-    def read_again(self, name: str) -> torch.Tensor:
-        """Concatenate the chunks as they are stored, in the order of their offsets."""
-        return self._files.read_chunks(_PREFIX + name)
+        return self._files.read(_PREFIX + name)

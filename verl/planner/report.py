@@ -10,7 +10,7 @@ from verl.planner.memory import PHASES, total
 from verl.planner.placement import STAGES, Group, Plan
 from verl.planner.search import NEAR, preferred
 from verl.planner.workload import Layout
-from verl.single_controller.placement import format_devices
+from verl.single_controller.cluster import format_devices
 
 #: columns of a terminal
 WIDTH = 80

@@ -9,8 +9,8 @@ from verl.algorithms.binding import required_columns
 from verl.config import schema
 from verl.engines.token_budget import MAX_AUTO_TOKENS
 from verl.engines.traits import built_in_strategies, strategy_traits
-from verl.planner.fixes import MEGATRON_SECTION
 from verl.planner.placement import Plan
+from verl.planner.search import MEGATRON_SECTION
 from verl.planner.shapes import ModelShape
 from verl.planner.workload import Job, Layout, Role
 from verl.rollout.traits import engine_traits

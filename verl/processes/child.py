@@ -9,9 +9,13 @@ Children are fresh interpreters, not forks of this process: the threads, locks a
 survive a fork. `verl.processes.fork_server` has a second kind of child, forked from a process that has none of these.
 """
 
+import contextlib
 import faulthandler
 import os
+import pickle
+import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -22,6 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, Self
 
 import psutil
 
@@ -207,3 +212,179 @@ def start_reports(descriptor: int) -> None:
     faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {STACK_SIGNAL})
     threading.Thread(target=write_heartbeats, name="heartbeat", daemon=True).start()
+
+
+# ---- channels -------------------------------------------------------------------------------------------------------
+
+# ours, theirs = Channel.pair()
+#     process = PythonProcess(module, [theirs.fileno()], env)     # there: Channel(int(sys.argv[1]))
+#     ours.send(pickle.dumps(request))
+#     data, descriptors = ours.receive()
+#
+# The fork server, reward workers, tools and local ranks share this framing; what the bytes are is in their modules.
+
+_HEADER = struct.Struct("<QI")  # size in bytes, number of descriptors
+_MAX_DESCRIPTORS = 250  # of one system call; Linux accepts up to 253
+_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux only
+
+
+class Channel:
+    """One end of a connection. In each direction, one thread at a time may use it."""
+
+    def __init__(self, descriptor: int):
+        self._socket = socket.socket(fileno=descriptor)
+        self._readable = select.poll()  # `select.select` does not take descriptors above 1023
+        self._readable.register(descriptor, select.POLLIN)
+
+    @classmethod
+    def pair(cls) -> tuple[Self, Self]:
+        ours, theirs = socket.socketpair()
+        return cls(ours.detach()), cls(theirs.detach())
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send a message, with copies of file descriptors. Raises ConnectionError if the other end is closed."""
+        header = _HEADER.pack(len(data), len(descriptors))
+        for start in range(0, len(descriptors), _MAX_DESCRIPTORS):
+            socket.send_fds(self._socket, [header], descriptors[start : start + _MAX_DESCRIPTORS])
+            header = b"+"  # descriptors cannot be sent without data
+        self._socket.sendall(data if descriptors else header + data)
+
+    def receive(self) -> tuple[bytes, list[int]]:
+        """The next message: its bytes and file descriptors. Raises EOFError if the other end is closed."""
+        header, descriptors = self._receive_descriptors(_HEADER.size)
+        size, count = _HEADER.unpack(header + self._read(_HEADER.size - len(header)))
+        while len(descriptors) < count:
+            descriptors += self._receive_descriptors(1)[1]
+        return self._read(size), descriptors
+
+    def _receive_descriptors(self, size: int) -> tuple[bytes, list[int]]:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, size, _MAX_DESCRIPTORS, _FLAGS)
+        except ConnectionResetError:
+            data, descriptors = b"", []
+        if not data:
+            raise EOFError("the other process closed the connection")
+        return data, descriptors
+
+    def _read(self, size: int) -> bytes:
+        chunks = []
+        while size:
+            chunks.append(self._socket.recv(size, socket.MSG_WAITALL))
+            size -= len(chunks[-1])
+            if not chunks[-1]:
+                raise EOFError("the other process closed the connection during a message")
+        return b"".join(chunks)
+
+    def has_message(self, timeout: float | None = 0.0) -> bool:
+        """Whether a message or the end of the connection arrives within `timeout` seconds."""
+        return bool(self._readable.poll(None if timeout is None else timeout * 1000))
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+# ---- processes that call functions of the user ----------------------------------------------------------------------
+
+# helper = HelperProcess("verl.rewards.sandbox.worker", OMP_NUM_THREADS="1")
+#     helper.send(message)
+#     reply = helper.receive(timeout=1.0)        # None: no reply yet; EOFError: the process has ended
+#     helper.end()                               # with everything that it started
+#
+#     parent = Parent()                          # in the process
+#     parent.send("ready")
+#     message = parent.receive()
+#
+# The pools differ in what they send, in their deadlines and in which errors end a process; that is in their modules.
+
+START_SECONDS = 300.0  # for a process to start and import the files of the user: a shared disk can be slow at first
+EXIT_SECONDS = 5.0  # between the end of the channel and that of the process
+PARENT_SECONDS = 1.0  # between two checks of the parent
+
+
+class HelperProcess(PythonProcess):
+    """A process that calls functions of the user, with a channel to it.
+
+    Args:
+        module: Module to run; it makes a `Parent`.
+        **defaults: Values of environment variables that are not set.
+    """
+
+    def __init__(self, module: str, **defaults: str):
+        self.channel, theirs = Channel.pair()
+        with theirs:
+            super().__init__(module, [theirs.fileno()], helper_environment(**defaults))
+
+    def send(self, message: bytes) -> None:
+        """Send a pickled message. If the process has ended, `receive` reports that."""
+        with contextlib.suppress(OSError):  # the channel may also be closed already, by another thread
+            self.channel.send(message)
+
+    def receive(self, timeout: float) -> Any:
+        """The next message; None if there is none within `timeout` seconds.
+
+        Raises:
+            EOFError: The process has ended, and all its messages are read.
+            Exception: The message cannot be unpickled, which runs code of the user.
+        """
+        if self.channel.has_message(timeout):
+            return pickle.loads(self.channel.receive()[0])
+        if self.has_ended():
+            raise EOFError(f"process {self.pid} has ended")
+        return None
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended, and all its messages are read. A fork of it may keep the channel open."""
+        return self.poll() is not None and not self.channel.has_message()
+
+    def end(self, seconds: float = 0.0) -> int:
+        """See `ChildProcess.end`. Closes the channel."""
+        status = super().end(seconds)
+        self.channel.close()
+        return status
+
+
+class Parent:
+    """In a helper process: the channel to its parent. The process ends with its parent, also while a function hangs."""
+
+    def __init__(self) -> None:
+        with contextlib.suppress(OSError):  # if the machine runs out of memory, this process ends, not the trainer
+            Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
+        self._channel, self._pid = Channel(int(sys.argv[1])), os.getpid()
+        threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
+
+    def send(self, *message: Any) -> None:
+        """Send a message.
+
+        A function that forks returns twice. The fork has the same channel, and its reply would be taken for that of
+        this process, so it ends.
+        """
+        if os.getpid() != self._pid:
+            os._exit(0)
+        data = pickle.dumps(message)
+        try:
+            self._channel.send(data)
+        except ConnectionError:
+            os._exit(0)
+
+    def receive(self) -> Any:
+        """The next message. The process ends if the parent has closed the channel."""
+        try:
+            data, _ = self._channel.receive()
+        except EOFError:
+            os._exit(0)
+        return pickle.loads(data)
+
+
+def _exit_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_SECONDS)
+    os._exit(1)

@@ -39,8 +39,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from verl.processes.channel import Channel
-from verl.processes.child import STACK_SIGNAL, ChildProcess, PythonProcess, describe_exit, import_path
+from verl.processes.child import STACK_SIGNAL, Channel, ChildProcess, PythonProcess, describe_exit, import_path
 
 START_SECONDS = 300.0  # for the server to import the libraries: a shared disk can be slow at first
 _MAX_IDLE_SERVERS = 3

@@ -17,6 +17,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from omegaconf import OmegaConf
 
 from verl.columns import one_token_short
 from verl.protocol import DataProto
+from verl.rewards import managers, resolve
 from verl.rewards.functions import COLUMN_FORMS, ScoreFunction, named_parameters
 from verl.rewards.managers import (
     REWARD_MANAGER_REGISTRY,
@@ -34,11 +36,14 @@ from verl.rewards.managers import (
     scores_single_samples,
 )
 from verl.rewards.outcome import RewardError
+from verl.rewards.public_scores import default_compute_score
 from verl.rewards.responses import reward_tensor, token_masks
 from verl.rewards.sandbox.calls import Isolation, call_async, remote_caller
 from verl.rewards.sandbox.pool import Limits, Outcome, ProcessPool, describe_error
 
 logger = logging.getLogger(__name__)
+
+_COMPARED = 16  # samples
 
 
 class ColumnsRewardManager(RewardManager):
@@ -56,8 +61,10 @@ class ColumnsRewardManager(RewardManager):
     def __init__(self, *args: Any, scores_with: ScoreFunction | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._call = self.compute_score
+        self._comparisons = 0
         if scores_with is not None:
             self.compute_score = scores_with
+            self._comparisons = 3 if scores_with.form == "sample" else 0
         for name, default in (("on_error", "raise"), ("retries", 0)):
             if (value := getattr(self, name)) != default:
                 logger.warning("reward.%s=%s has no effect: %s scores whole batches", name, value, self._call.location)
@@ -70,6 +77,8 @@ class ColumnsRewardManager(RewardManager):
                 raise self._error(f"returned a dict without 'reward_tensor': it has {', '.join(map(repr, returned))}")
             returned, extra = returned["reward_tensor"], returned.get("reward_extra_info") or {}
         rewards = self._rewards(data, returned)
+        if self._comparisons and len(data) > 1 and rewards.sum(1).unique().numel() == 1:
+            self._compare(data[:_COMPARED], rewards[0].sum().item())
         if not return_dict:
             return rewards
         empty = float((data.column("attention_mask")[:, -rewards.shape[1] :].sum(1) == 0).sum())
@@ -78,6 +87,27 @@ class ColumnsRewardManager(RewardManager):
             "reward_extra_info": {name: self._values(name, extra[name], len(data)) for name in extra},
             "metrics": {"reward/failed_rows": 0.0, "reward/empty_responses": empty},
         }
+
+    def _compare(self, data: DataProto, reward: float) -> None:
+        """Warn if a manager that gave all samples of a batch one reward hides what its reward function says."""
+        self._comparisons -= 1
+        direct = managers.NaiveRewardManager(
+            self.tokenizer,
+            self.compute_score,
+            reward_fn_key=self.reward_fn_key,
+            timeout=self.timeout,
+            on_error="count",
+            isolation=self.isolation.mode,
+        )(data, return_dict=True)
+        scores, failed = direct["reward_tensor"].sum(1), direct["metrics"]["reward/failed_rows"]
+        if failed or scores.unique().numel() > 1:
+            self._comparisons = 0
+            raised = f"raises for {failed:g} of {len(data)} of them" if failed else "does not"
+            logger.warning(
+                "reward manager %s gave every sample of a batch the reward %g, and its reward function %s %s (scores "
+                "from %g to %g): an except clause of the manager may hide an error",
+                *(self._call.name, reward, self.compute_score.location, raised, scores.min(), scores.max()),
+            )
 
     def _call_function(self, data: DataProto) -> Any:
         """Call the function with a copy of the batch, which it may change. Returns its result."""
@@ -209,6 +239,57 @@ class RewardManagerBase:
         """Override to initialize state that all instances share."""
 
 
+class _RulesByDataSource(ScoreFunction):
+    """The rules by data source, for a subclass that calls them."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return default_compute_score(*args, **kwargs)
+
+
+class _PublicConstructor:
+    """The constructor of public verl's managers, and the reward function as they call it.
+
+    Args:
+        compute_score: The reward function; None: the rules by data source.
+        overlong_buffer_cfg: Of the manager `dapo`: its penalty (see DAPORewardManager).
+        **kwargs: Other arguments of the manager.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int = 0,
+        compute_score: Any = None,
+        reward_fn_key: str = "data_source",
+        max_resp_len: int | None = None,
+        overlong_buffer_cfg: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ):
+        function = resolve.as_score_function(compute_score or resolve.resolve_reward_function())
+        optional = {"max_resp_len": max_resp_len, "overlong_buffer": overlong_buffer_cfg}
+        kwargs |= {name: value for name, value in optional.items() if value is not None}
+        super().__init__(tokenizer, function, num_examine=num_examine, reward_fn_key=reward_fn_key, **kwargs)
+        if function.func is resolve.default_compute_score:
+            self.compute_score = _RulesByDataSource(function.func, route=function.route, rules=function.rules)
+        self.max_resp_len, self.overlong_buffer_cfg = max_resp_len, overlong_buffer_cfg
+
+
+class NaiveRewardManager(_PublicConstructor, managers.NaiveRewardManager):
+    """`naive` with the constructor of public verl."""
+
+
+class BatchRewardManager(_PublicConstructor, managers.BatchRewardManager):
+    """`batch` with the constructor of public verl."""
+
+
+class DAPORewardManager(_PublicConstructor, managers.DAPORewardManager):
+    """`dapo` with the constructor of public verl."""
+
+
+class PrimeRewardManager(_PublicConstructor, managers.PrimeRewardManager):
+    """`prime` with the constructor of public verl."""
+
+
 def get_reward_manager_cls(name: str) -> type:
     """The class that is registered under `name`."""
     return REWARD_MANAGER_REGISTRY[name]
@@ -250,8 +331,11 @@ def create_public_manager(
     }
     if "overlong_buffer_cfg" in parameters and "overlong_buffer" in manager_kwargs:  # its name in public verl
         manager_kwargs["overlong_buffer_cfg"] = manager_kwargs.pop("overlong_buffer")
+    called = function
+    if function.func is resolve.default_compute_score:
+        called = replace(function, func=default_compute_score)
     compute_score = _called_by_manager(
-        function, Isolation(kwargs.get("isolation", "none"), kwargs.get("memory_limit_mb")), kwargs.get("timeout")
+        called, Isolation(kwargs.get("isolation", "none"), kwargs.get("memory_limit_mb")), kwargs.get("timeout")
     )
     arguments = {"tokenizer": tokenizer, "compute_score": compute_score}
     if scores_samples:

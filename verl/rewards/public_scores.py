@@ -1,12 +1,56 @@
-"""Score functions with the arguments of public verl's `verl.utils.reward_score.*`: (solution_str, ground_truth)."""
+"""Score functions with the arguments and results of public verl's `verl.utils.reward_score` and its modules."""
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from verl.rewards.resolve import default_compute_score
+from verl.registry import load_object
+from verl.rewards.resolve import rule_for
 from verl.rewards.rules import gsm8k
 from verl.rewards.rules.geo3k import geo3k
-from verl.rewards.rules.maths import is_equivalent
+from verl.rewards.rules.maths import is_equivalent, math_dapo
 from verl.utils.boxed import last_boxed
+
+
+def default_compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any = None,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: Any = None,
+    memory_limit_mb: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    """The score by the rule of the data source: a number, as in public verl; of `math_dapo` and `aime` a dict.
+
+    Programs run in the sandbox of this machine, whatever the arguments about another sandbox are. A rule that returns
+    a dict and is not built in keeps it.
+
+    Raises:
+        NotImplementedError: The data source has no rule.
+    """
+    try:
+        rule = rule_for(data_source)
+    except ValueError as error:
+        raise NotImplementedError(str(error)) from None
+    result = rule(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info)
+    is_number = rule.is_builtin and rule.func is not math_dapo and isinstance(result, Mapping)
+    return float(result["score"]) if is_number else result
+
+
+def get_custom_reward_fn(config: Any) -> Any:
+    """The function of `custom_reward_function.path` and `name`, with its `reward_kwargs`; None without a path.
+
+    Args:
+        config: The settings of the run, with attribute access.
+    """
+    settings = getattr(config, "custom_reward_function", None) or config.reward.custom_reward_function
+    if not settings.path:
+        return None
+    function = load_object(settings.path, settings.name or "compute_score")
+    kwargs = dict(settings.get("reward_kwargs") or {}) if hasattr(settings, "get") else dict(settings.reward_kwargs)
+    return partial(function, **kwargs) if kwargs else function
 
 
 def gsm8k_number(solution_str: str, method: str = "strict") -> str | None:
@@ -41,7 +85,7 @@ def math_equal(str1: str, str2: str, verbose: bool = False) -> bool:
 
 
 def math_dapo_score(solution_str: str, ground_truth: str, **kwargs: Any) -> Any:
-    """The score of the data source `math_dapo`."""
+    """The score of the data source `math_dapo`, a dict."""
     return default_compute_score("math_dapo", solution_str, ground_truth)
 
 

@@ -8,7 +8,7 @@ import torch
 from verl.columns import DataProtoValidationError
 from verl.protocol import DataProto
 from verl.rewards.outcome import Sample
-from verl.utils.decoding import decode_all
+from verl.utils.tokenizer import decode_all
 
 
 def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str) -> list[Sample]:

@@ -40,7 +40,7 @@ from verl.utils.coroutines import gather_coroutines, run_coroutine
 if TYPE_CHECKING:
     from verl.rollout.adapters import AdaptedLayers
     from verl.weight_sync import WeightReceiver
-    from verl.weight_sync.reshard.grouping import HybridGroups
+    from verl.weight_sync.reshard.plan import HybridGroups
 
 
 @dataclass

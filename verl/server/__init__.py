@@ -1,11 +1,9 @@
 """An OpenAI-compatible HTTP server over a rollout engine: `verl serve`, and training of external agents.
 
 protocol      the parameters of a call, and errors in OpenAI's form
-service       calls to engine requests, completions to choices
-responses     choices to response bodies and stream chunks
-text          responses as text, token by token
+service       calls to engine requests, completions to choices; responses as text, token by token
 tool_calls    tool calls in OpenAI's form
-app           routes, authentication, limits, disconnects
+app           response bodies and stream chunks, routes, authentication, limits, disconnects
 http          the server in the foreground or in a thread
 agents        agents that are trained: functions and programs
 episodes      the calls of one agent, joined into a trajectory

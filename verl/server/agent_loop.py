@@ -19,7 +19,7 @@ from verl.server.episodes import Episode, StepGenerator
 from verl.server.http import ServerThread
 from verl.server.protocol import ApiError
 from verl.server.service import ServedModel
-from verl.utils.clock import GENERATION_CLOCK, wait_within
+from verl.utils.coroutines import GENERATION_CLOCK, wait_within
 
 logger = logging.getLogger("verl.server")
 

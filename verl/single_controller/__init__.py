@@ -28,4 +28,4 @@ __all__ = [
 def __getattr__(name: str):
     if name not in ("LocalWorkerGroup", "colocate"):  # loaded at first use
         raise AttributeError(f"module 'verl.single_controller' has no attribute {name!r}")
-    return getattr(importlib.import_module("verl.single_controller.local.group"), name)
+    return getattr(importlib.import_module("verl.single_controller.local.cluster"), name)

@@ -8,16 +8,159 @@
 Models are loaded by `start`, and nothing before it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 from verl.config import schema
 from verl.processes.limits import Limits
-from verl.registry import load_object
-from verl.single_controller.placement import ResourcePool
+from verl.registry import did_you_mean, load_object
 from verl.single_controller.worker import WorkerSpec
 from verl.single_controller.worker_group import WorkerGroup
+
+# ---- placement of roles ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ResourcePool:
+    """A set of processes that host one or more roles.
+
+    Attributes:
+        name: Shown in errors.
+        processes_per_node: Number of processes on each node, one per device.
+        devices: Device indices over all nodes, if they were chosen. Local processes see exactly these; on Ray any free
+            devices of each node are used.
+    """
+
+    name: str
+    processes_per_node: tuple[int, ...]
+    devices: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.processes_per_node or min(self.processes_per_node) < 1:
+            raise ValueError(
+                f"resource pool {self.name!r}: expected at least one process on each of its nodes, found "
+                f"{list(self.processes_per_node)}"
+            )
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.processes_per_node)
+
+
+def place_roles(
+    roles: Sequence[str], placement: Mapping[str, Sequence[int] | None], nnodes: int, devices_per_node: int
+) -> dict[str, ResourcePool]:
+    """Assign a resource pool to each role. Roles with the same devices share a pool, i.e. one set of processes.
+
+    Args:
+        placement: The config section: `{"actor_devices": [0, 1], "critic_devices": None, ...}`. Device d is device
+            d % devices_per_node of node d // devices_per_node. A role without devices shares the actor's pool; the
+            actor uses all devices by default.
+
+    Raises:
+        ValueError: A role or device does not exist, or two pools overlap in some of their devices.
+    """
+    total = nnodes * devices_per_node
+    configured = {key.removesuffix("_devices"): list(d) for key, d in placement.items() if d is not None}
+    for role, devices in configured.items():
+        if role not in roles:
+            raise ValueError(f"placement.{role}_devices: this run has no role {role!r}: {did_you_mean(role, roles)}")
+        if not devices or len(set(devices)) != len(devices) or not set(devices) <= set(range(total)):
+            expected = (
+                f"distinct numbers from 0 to {total - 1}" if total > 1 else "only device 0, the only one there is"
+            )
+            raise ValueError(
+                f"placement.{role}_devices: expected {expected} (trainer.nnodes={nnodes} x "
+                f"trainer.n_gpus_per_node={devices_per_node}), found {devices}{_fix(role, configured, nnodes, total)}"
+            )
+    shared = configured.get("actor", list(range(total)))
+    pools: dict[frozenset[int], ResourcePool] = {}
+    assigned: dict[str, ResourcePool] = {}
+    for role in roles:
+        devices = frozenset(configured.get(role, shared))
+        for other_devices, pool in pools.items():
+            if devices & other_devices and devices != other_devices:
+                raise ValueError(
+                    f"placement: {_assignment(role, devices, configured)} and "
+                    f"{_assignment(pool.name, other_devices, configured)} overlap in "
+                    f"{sorted(devices & other_devices)}: give these roles the same devices, or none in common"
+                )
+        if devices not in pools:
+            counts = [sum(d // devices_per_node == node for d in devices) for node in range(nnodes)]
+            pools[devices] = ResourcePool(role, tuple(c for c in counts if c), tuple(sorted(devices)))
+        assigned[role] = pools[devices]
+    return assigned
+
+
+def format_devices(numbers: Iterable[int]) -> str:
+    """Format device numbers: "device 2", "devices 0, 1" or "devices 0-3, 6"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    ranges = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"device{'s' * (sum(map(len, runs)) > 1)} {', '.join(ranges)}"
+
+
+def idle_devices(pools: Iterable[ResourcePool], nnodes: int, devices_per_node: int) -> list[int]:
+    """The devices of a run that no pool has."""
+    used = (range(pool.world_size) if pool.devices is None else pool.devices for pool in pools)
+    return sorted(set(range(nnodes * devices_per_node)).difference(*used))
+
+
+def _fix(role: str, configured: Mapping[str, Sequence[int]], nnodes: int, total: int) -> str:
+    """The settings that provide the devices of a role; empty if their number is not the problem."""
+    devices = configured[role]
+    if not devices or min(devices) < 0 or max(devices) < total:
+        return ""
+    per_node = -(-(max(devices) + 1) // nnodes)
+    other_devices = sorted(set(range(nnodes * per_node)) - set(devices))
+    actor = "" if "actor" in configured or not other_devices else f", and placement.actor_devices={other_devices}"
+    return f": use trainer.n_gpus_per_node={per_node}, which counts the processes of all roles{actor}"
+
+
+def _assignment(role: str, devices: Iterable[int], configured: Mapping[str, Sequence[int]]) -> str:
+    unset = "" if role in configured else " (not set: all of them)"
+    return f"{role}_devices={sorted(devices)}{unset}"
+
+
+def visible_devices(devices: Sequence[int], visible: str | None) -> str:
+    """The value of CUDA_VISIBLE_DEVICES for processes that use a subset of the GPUs visible now.
+
+    >>> visible_devices([2, 3], "4,5,6,7")
+    '6,7'
+
+    Args:
+        devices: Indices into the GPUs that this process sees.
+        visible: CUDA_VISIBLE_DEVICES of this process; None if it is not set.
+
+    Raises:
+        ValueError: This process does not see that many GPUs.
+    """
+    if visible is None:
+        return ",".join(map(str, devices))
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    missing = [d for d in devices if d >= len(names)]
+    if missing:
+        raise ValueError(
+            f"expected to see GPU {missing[0]}, but CUDA_VISIBLE_DEVICES={visible!r} has {len(names)} GPUs"
+        )
+    return ",".join(names[d] for d in devices)
+
+
+def smaller_sizes(devices: Sequence[int], nnodes: int, per_node: int) -> list[tuple[int, int]]:
+    """(nodes, processes per node), at most these, that fit on nodes with these numbers of devices, the largest total
+    first."""
+    fitting = {count: min(nnodes, sum(available >= count for available in devices)) for count in range(1, per_node + 1)}
+    sizes = [(nodes, count) for count, most in fitting.items() for nodes in range(1, most + 1)]
+    return sorted(sizes, key=lambda size: (size[0] * size[1], size[1]), reverse=True)
+
+
+# ---- the cluster ----------------------------------------------------------------------------------------------------
 
 RunConfig = schema.Config | schema.SFTConfig
 Pools = Mapping[str, Sequence[tuple[str, ResourcePool]]]

@@ -22,7 +22,9 @@ from rich.text import Text
 from verl.tracking.formatting import (
     HEADLINES,
     StepLine,
+    best_point,
     core_results,
+    first_and_best,
     format_clock,
     format_headline,
     format_line,
@@ -30,7 +32,6 @@ from verl.tracking.formatting import (
     format_validation,
     sparkline,
 )
-from verl.tracking.summary import best_point, first_and_best
 from verl.utils import log
 from verl.utils.redaction import printable, redact_text
 

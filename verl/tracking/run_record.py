@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from verl.checkpoints.atomic import atomic_write, set_aside_irregular
-from verl.tracking.step_files import append_line, open_steps, read_lines, write_lines
+from verl.tracking.runs import append_line, open_steps, read_lines, write_lines
 from verl.utils.paths import resolved
 from verl.utils.redaction import redact_text
 

@@ -32,10 +32,9 @@ from verl.trainer.output.run_log import RunLog, warn_nothing_to_train
 from verl.trainer.runner import FlowRunner
 from verl.trainer.state.checkpointing import Checkpointer
 from verl.trainer.view import RunView, StepReport
-from verl.utils.device import frozen_heap, process_rss
-from verl.utils.lock import lock_folder
+from verl.utils.device import frozen_heap, process_rss, warn_if_oversubscribed
+from verl.utils.disk import lock_folder
 from verl.utils.rng import seed_everything
-from verl.utils.threads import warn_if_oversubscribed
 
 logger = logging.getLogger("verl.trainer")
 

@@ -13,14 +13,13 @@ from verl.dataflow import CONTROLLER, DataFlow
 from verl.protocol import DataProto
 from verl.rollout.request import MEDIA_COLUMNS
 from verl.single_controller import WorkerSpec
-from verl.single_controller.cluster import Cluster
-from verl.single_controller.placement import ResourcePool
-from verl.tracking.step_files import write_lines
+from verl.single_controller.cluster import Cluster, ResourcePool
+from verl.tracking.runs import write_lines
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import setup_logging
 from verl.trainer.base import Trainer
 from verl.trainer.checks.agents import describe_agents
-from verl.trainer.checks.preflight import INPUTS, Settings, run_checks
+from verl.trainer.checks.preflight import INPUTS, Recipe, Settings, recipe_of, run_checks
 from verl.trainer.guards.faults import Faults
 from verl.trainer.output.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
 from verl.trainer.output.samples import (
@@ -47,7 +46,6 @@ from verl.trainer.ppo.weights import RolloutWeights
 from verl.trainer.startup.arguments import prepare_run, read_arguments
 from verl.trainer.startup.inputs import given_rewards, load_inputs, own_reward, prompt_source, stop_token_ids
 from verl.trainer.startup.launch import print_config_errors_plainly
-from verl.trainer.startup.recipe import Recipe, recipe_of
 from verl.trainer.startup.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
 from verl.trainer.state.checkpointing import describe_saving
 

@@ -13,14 +13,12 @@ from verl.data.sft_dataset import SFTDataset, collate_sft
 from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.single_controller import WorkerSpec
-from verl.single_controller.cluster import Cluster
-from verl.single_controller.placement import ResourcePool
+from verl.single_controller.cluster import Cluster, ResourcePool
 from verl.tracking.tracking import setup_logging
 from verl.trainer.base import Trainer
-from verl.trainer.checks.preflight import INPUTS, Settings, run_checks
+from verl.trainer.checks.preflight import INPUTS, Recipe, Settings, run_checks
 from verl.trainer.startup.arguments import prepare_run, read_arguments
 from verl.trainer.startup.inputs import load_sft_inputs, reading_threads
-from verl.trainer.startup.recipe import Recipe
 from verl.trainer.state.checkpointing import describe_saving
 from verl.workers.sft import SFTWorker
 

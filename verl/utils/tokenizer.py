@@ -1,5 +1,6 @@
 """Tokenizers and processors under the names of public verl."""
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -37,3 +38,22 @@ def hf_processor(name_or_path: str, **kwargs: Any) -> Any:
     except (ValueError, OSError):  # transformers: "Unrecognized processing class"
         return None
     return processor if isinstance(processor, ProcessorMixin) else None
+
+
+# ---- decoding -------------------------------------------------------------------------------------------------------
+
+
+def decode_all(tokenizer: Any, rows: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+    """Like `tokenizer.batch_decode`, in the threads of the tokenizers library if it alone produces the text.
+
+    transformers decodes one sequence at a time: 0.1 s for 512 responses of 512 tokens.
+
+    Args:
+        rows: token ids of each response.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    uses_backend = isinstance(tokenizer, PreTrainedTokenizerFast) and not tokenizer.clean_up_tokenization_spaces
+    if uses_backend and type(tokenizer)._decode is PreTrainedTokenizerFast._decode:  # not overridden
+        return tokenizer.backend_tokenizer.decode_batch(rows, skip_special_tokens=skip_special_tokens)
+    return tokenizer.batch_decode(rows, skip_special_tokens=skip_special_tokens)

@@ -21,7 +21,7 @@ from verl.weight_sync.buckets import fastest, measured_bytes
 from verl.weight_sync.verify import Loading, fold
 
 if TYPE_CHECKING:
-    from verl.weight_sync.reshard.grouping import HybridGroups
+    from verl.weight_sync.reshard.plan import HybridGroups
 
 logger = logging.getLogger("verl.rollout")
 

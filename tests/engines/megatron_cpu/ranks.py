@@ -26,7 +26,7 @@ from verl.engines.base import MicroBatching, TrainEngine, make_engine
 from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
 from verl.weight_sync import ReshardSync
-from verl.weight_sync.reshard.grouping import HybridGroups
+from verl.weight_sync.reshard.plan import HybridGroups
 from verl.weight_sync.reshard.sync import Peers
 from verl.workers.rollout.role import CastWeightSource
 

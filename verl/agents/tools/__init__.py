@@ -6,8 +6,7 @@ The decorator is in the module of its name: `from verl.agents.tools.function_too
 from verl.utils.lazy import lazy_names
 
 _HOME = {
-    "verl.agents.tools.interactions": "BaseInteraction",
-    "verl.agents.tools.base_tool": "BaseTool",
+    "verl.agents.tools.base_tool": "BaseInteraction BaseTool",
     "verl.agents.tools.parsers": "FunctionCall TOOL_PARSERS ToolParser register_tool_parser",
     "verl.agents.tools.schemas": "OpenAIFunctionToolSchema ToolResponse",
 }

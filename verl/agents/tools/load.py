@@ -13,9 +13,8 @@ from verl.registry import did_you_mean, import_module, load_object
 from verl.utils.paths import expanded, resolved
 
 if TYPE_CHECKING:  # most runs have no tools
-    from verl.agents.tools.base_tool import BaseTool
+    from verl.agents.tools.base_tool import BaseInteraction, BaseTool
     from verl.agents.tools.function_tool import FunctionTool
-    from verl.agents.tools.interactions import BaseInteraction
     from verl.agents.tools.schemas import OpenAIFunctionToolSchema
 
 Tool: TypeAlias = "BaseTool | FunctionTool"
@@ -51,6 +50,11 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> 
         for tool in module_tools:
             _add(tools, tool, str(function_tool_path))
     return tools
+
+
+def initialize_tools_from_config(tools_config_file: str) -> list[Tool]:
+    """The tools of a YAML file, under the name of public verl."""
+    return list(load_tools(tools_config_file, None).values())
 
 
 def tool_schemas(tool_config_path: str | None, function_tool_path: str | None) -> list[dict[str, Any]]:

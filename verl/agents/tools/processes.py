@@ -25,8 +25,7 @@ from typing import Any
 from verl.agents.tools.function_tool import FunctionTool
 from verl.agents.tools.load import load_tools
 from verl.agents.tools.runner import ToolFailure, ToolSettings, describe, late
-from verl.processes.child import describe_exit
-from verl.processes.pool import EXIT_SECONDS, START_SECONDS, HelperProcess
+from verl.processes.child import EXIT_SECONDS, START_SECONDS, HelperProcess, describe_exit
 
 _GRACE_SECONDS = 1.0  # for a worker to report a timeout itself
 _POLL_SECONDS = 0.25

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from verl.agents.tools.function_tool import FunctionTool
 from verl.agents.tools.host import ToolHost
 from verl.agents.tools.runner import describe
-from verl.processes.pool import Parent
+from verl.processes.child import Parent
 from verl.processes.streams import BoundedText
 from verl.utils.redaction import printable
 

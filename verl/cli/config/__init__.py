@@ -2,6 +2,6 @@
 
 from verl.utils.lazy import lazy_names
 
-_HOME = {"verl.cli.config.explain": "SCHEMAS main select"}
+_HOME = {"verl.cli.config.show": "SCHEMAS main select"}
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

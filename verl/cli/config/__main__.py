@@ -2,6 +2,6 @@
 
 import sys
 
-from verl.cli.config.explain import main
+from verl.cli.config.show import main
 
 sys.exit(main())

@@ -1,19 +1,99 @@
-"""`verl config show` and `verl config diff`."""
+"""`verl config` explain, show, diff and convert.
 
+verl config explain [--of ppo|sft|generation|evaluation] [WORD ...]: every key, its type, default and help. With words:
+only the keys whose line contains all of them, ignoring case. The table is Markdown.
+"""
+
+import argparse
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
-from verl.cli.config.explain import schema_of
-from verl.config import dump_config, load_config, to_flat_dict
-from verl.config.fields import Schema, flatten
+import yaml
+
+from verl.config import Config, dump_config, load_config, reference_table, to_flat_dict
+from verl.config.errors import nearest_key
+from verl.config.fields import Schema, fields_of, flatten, unflatten
 from verl.config.presets import PRESETS
+from verl.config.public.convert import Conversion, convert, read_source
+from verl.config.public.trl import key_of
+from verl.config.public.upstream import upstream_key
+from verl.config.schema.offline import EvalConfig, GenerationConfig
+from verl.config.schema.sft import SFTConfig
+from verl.processes.streams import command_output
 from verl.registry import did_you_mean
 from verl.tracking.runs import read_about
 from verl.trainer.startup.command_line import USER_ERRORS, print_error, user_errors
 from verl.trainer.startup.torchrun import launcher_settings
 from verl.utils.paths import expanded
 from verl.utils.redaction import redacted
+
+SCHEMAS: dict[str, type[Schema]] = {
+    "ppo": Config,
+    "sft": SFTConfig,
+    "generation": GenerationConfig,
+    "evaluation": EvalConfig,
+}
+
+
+def schema_of(program: str) -> type[Schema]:
+    """The schema of a program. Raises ValueError if there is none of that name."""
+    if program not in SCHEMAS:
+        raise ValueError(f"--of {program}: {did_you_mean(program, SCHEMAS)}")
+    return SCHEMAS[program]
+
+
+def select(table: str, terms: list[str]) -> str:
+    """The lines of a Markdown table that contain all words, with its header. Empty if there are none."""
+    head, rule, *rows = table.splitlines()
+    matches = [row for row in rows if all(word.lower() in row.lower() for word in terms)]
+    return "\n".join([head, rule, *matches]) + "\n" if matches else ""
+
+
+@command_output()
+def main(arguments: list[str] | None = None, program: str = "python -m verl.cli.config") -> int:
+    """Print the table; returns the exit status. `program` is the name in --help."""
+    parser = argparse.ArgumentParser(prog=program, description="Every key of a configuration.")
+    parser.add_argument("--of", choices=list(SCHEMAS), default="ppo", help="which program's keys (default: ppo)")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="show only the keys whose line contains every word")
+    options = parser.parse_args(arguments)
+    table = reference_table(SCHEMAS[options.of])
+    matches = select(table, options.words)
+    if not matches:
+        print(f"error: {_no_match_message(table, options.of, options.words)}", file=sys.stderr)
+        return 1
+    last_names = {key.rpartition(".")[2] for key in fields_of(SCHEMAS[options.of])}
+    for word in options.words:
+        if (meant := key_of(word, SCHEMAS[options.of].upstream)) and word not in last_names:
+            print(f"no key is called {word!r}: did you mean {meant}?", file=sys.stderr)
+    print(matches.rstrip("\n"))
+    return 0
+
+
+def _no_match_message(table: str, program: str, terms: list[str]) -> str:
+    """The word that no line of a program's table contains, and the key that was probably meant."""
+    missing = [word for word in terms if not select(table, [word])]
+    if not missing:
+        return f"no key of {program} has {' and '.join(map(repr, terms))} in one line"
+    word, schema = missing[0], SCHEMAS[program]
+    message = f"no key of {program} has {word!r} in its line"
+    key = schema.aliases.resolve(word)
+    if key != word:
+        return f"{message}: it is an alias of {key}"
+    known = upstream_key(key, schema.upstream)
+    if known:
+        status = "has no effect here" if known.ignored else "is not supported"
+        return f"{message}: it {status}: {known.instead}"
+    meant = key_of(word.rpartition(".")[2], schema.upstream)
+    if meant:
+        return f"{message}: did you mean {meant}?"
+    near = nearest_key(word, [*fields_of(schema), *schema.aliases.names()])
+    return f"{message}: did you mean {near}?" if near else message
+
+
+# ---- show and diff --------------------------------------------------------------------------------------------------
 
 _UNSET = "(not set)"
 
@@ -92,3 +172,47 @@ def _load(path: str | None, overrides: list[str], program: str) -> Schema:
 
 def _text(values: dict[str, Any], key: str) -> str:
     return json.dumps(values[key], ensure_ascii=False, default=str) if key in values else _UNSET
+
+
+# ---- conversion -----------------------------------------------------------------------------------------------------
+
+
+def print_converted(path: Path, source: str, program: str, gpus: int, overrides: bool) -> int:
+    """Print the converted configuration. Returns the exit status.
+
+    Args:
+        path: the file.
+        source: `auto` or one of `verl.config.public.convert.KINDS`.
+        program: the program of a verl configuration, a name of `SCHEMAS`.
+        gpus: GPUs of a TRL run.
+        overrides: print `key=value` lines instead of YAML.
+    """
+    try:
+        schema = schema_of(program)
+        layer, remarks = read_source(path)
+        conversion = convert(layer, source, schema, gpus)
+        conversion.remarks += remarks
+        conversion.check(PRESETS if conversion.schema is Config else {})
+    except USER_ERRORS as error:
+        return print_error(error)
+    print(as_text(conversion, str(path), overrides))
+    return 0
+
+
+def as_text(conversion: Conversion, name: str, overrides: bool) -> str:
+    """YAML or override lines, with a comment for every remark."""
+    command = "verl train" if conversion.schema is Config else "verl sft"
+    head = [f"# converted from {name}; use with {command}"]
+    remarks = [f"# {' '.join(remark.split())}" for remark in conversion.remarks]
+    if overrides:
+        body = [shlex.quote(f"{key}={_as_override(value)}") for key, value in conversion.values.items()]
+    else:
+        body = yaml.safe_dump(unflatten(conversion.values), sort_keys=False, allow_unicode=True).splitlines()
+    return "\n".join([*head, *body, *remarks])
+
+
+def _as_override(value: Any) -> str:
+    """The value as an override spells it: YAML on one line."""
+    if isinstance(value, str) and yaml.safe_load(value) == value:
+        return value
+    return json.dumps(value, ensure_ascii=False)

@@ -83,11 +83,6 @@ def check_groups(config: Config) -> Iterator[Problem]:
             f"found {limit}, which is at most {most} prompts: too few for data.train_batch_size="
             f"{config.data.train_batch_size}",
         )
-    if size is not None and size != config.data.train_batch_size and not enabled:
-        yield Problem(
-            "data.gen_batch_size",
-            f"found {size}, which has no effect without algorithm.filter_groups.enable=true: use null",
-        )
 
 
 def check_kl(config: Config) -> Iterator[Problem]:
@@ -118,5 +113,8 @@ def algorithm_notes(config: Config) -> Iterator[str]:
     """Settings of the algorithm that are valid but may be surprising."""
     if config.algorithm.use_kl_in_reward and config.actor_rollout_ref.actor.use_kl_loss:
         yield f"the KL to the reference is applied twice: by algorithm.use_kl_in_reward and by {_ACTOR}use_kl_loss"
-    if config.trainer.max_staleness and config.data.gen_batch_size not in (None, config.data.train_batch_size):
-        yield "data.gen_batch_size has no effect with trainer.async.max_staleness > 0"
+    if config.data.gen_batch_size not in (None, config.data.train_batch_size):
+        if config.trainer.max_staleness:
+            yield "data.gen_batch_size has no effect with trainer.async.max_staleness > 0"
+        elif not config.algorithm.filter_groups.enable:
+            yield "data.gen_batch_size has no effect without algorithm.filter_groups.enable=true"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from verl.config.checks.algorithm import may_have_critic
-from verl.config.checks.asynchronous import placement_is_open
+from verl.config.checks.rollout import placement_is_open
 from verl.config.errors import Problem
 from verl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from verl.config.schema.megatron import MegatronConfig

@@ -34,6 +34,7 @@ _SHORT = {
     "algorithm.value_loss_coef": "critic.value_loss_coef",
     "model.pretrain_model_path": _ARR + "model.path",
     "reward_function": "reward.reward_function",
+    "model.reward_function": "reward.reward_function",
     "data.train_path": "data.train_files",
     "data.answer_key": "data.ground_truth_key",
     "engine.critic_type": "critic.strategy",
@@ -87,6 +88,7 @@ _DEPRECATED = {
     "reward_model.forward_max_token_len_per_gpu": "reward.reward_model.forward_max_token_len_per_gpu",
     "reward_model.micro_batch_size_per_gpu": "reward.reward_model.micro_batch_size_per_gpu",
     "reward_model.micro_batch_size": "reward.reward_model.micro_batch_size",
+    "reward_model.param_offload": "reward.reward_model.fsdp.param_offload",
     "reward_model.ulysses_sequence_parallel_size": "reward.reward_model.fsdp.ulysses_sequence_parallel_size",
     "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
     _ARR + "rollout.update_weights_bucket_megabytes": _ARR
@@ -98,6 +100,12 @@ _DEPRECATED = {
     "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
     _ARR + "actor.fsdp_config.strategy": _ARR + "actor.strategy",
     _ARR + "ref.fsdp_config.strategy": _ARR + "ref.strategy",
+    _ARR + "ref.param_offload": _ARR + "ref.fsdp_config.param_offload",
+    _ARR + "actor.checkpoint.contents": _ARR + "actor.checkpoint.save_contents",
+    "critic.checkpoint.contents": "critic.checkpoint.save_contents",
+    _ARR + "rollout.multi_turn.max_turns": _ARR + "rollout.multi_turn.max_assistant_turns",
+    "ray_init.num_cpus": "ray_kwargs.ray_init.num_cpus",
+    "ray_init.timeline_json_file": "ray_kwargs.timeline_json_file",
     "critic.fsdp.strategy": "critic.strategy",
     _ARR + "actor.fsdp_config.mixed_precision.param_dtype": _ARR + "actor.fsdp_config.dtype",
     _ARR + "ref.fsdp_config.mixed_precision.param_dtype": _ARR + "ref.fsdp_config.dtype",
@@ -125,7 +133,8 @@ _DEPRECATED = {
 
 # ------------------------------------------------------------------------------------------------------ computed values
 def _world_size(lookup: Lookup) -> int:
-    return _int(lookup("trainer.n_gpus_per_node")) * _int(lookup("trainer.nnodes"))
+    """At least 1: that there are no processes is a problem of the keys that say so."""
+    return max(1, _int(lookup("trainer.n_gpus_per_node")) * _int(lookup("trainer.nnodes")))
 
 
 def _int(value: Any) -> int:
@@ -317,6 +326,17 @@ def _min_lr(section: str) -> Computed:
     return min_lr
 
 
+def _steps(key: str) -> Computed:
+    """False is never, as -1."""
+    return lambda value, lookup: {key: -1 if value is False else value}
+
+
+def _keep_one(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """`trainer.remove_previous_ckpt_in_save` of older releases: only the newest checkpoint is kept."""
+    keys = ("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep")
+    return dict.fromkeys(keys, 1) if _bool(value) else {}
+
+
 def _same(key: str) -> Computed:
     """Another name of a key, for which null means the default."""
     return lambda value, lookup: {key: value}
@@ -368,6 +388,9 @@ _COMPUTED = {
     "data.train_batch_size": _train_batch_size,
     "data.gen_batch_size": _gen_batch_size,
     "trainer.v1.trainer_mode": _trainer_mode,
+    "trainer.remove_previous_ckpt_in_save": _keep_one,
+    "trainer.test_freq": _steps("trainer.test_freq"),
+    "trainer.save_freq": _steps("trainer.save_freq"),
     "trainer.v1.separate_async.num_warmup_batches": _handled_elsewhere,
     "data.batch_size_per_gpu": lambda value, lookup: {"data.train_batch_size": _int(value) * _world_size(lookup)},
     "actor_rollout.use_vllm": _vllm,
@@ -442,6 +465,7 @@ SFT = Aliases(
         "data.multiturn.tools_key": "data.tools_key",
         "data.multiturn.enable_thinking_key": "data.enable_thinking_key",
         "trainer.checkpoint.*": "checkpoint.*",
+        "trainer.resume_path": "trainer.resume_from_path",
     },
     computed={
         "data.multiturn.enable": _chats,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.config.checks.registered import check_built_in
+from verl.config.checks.run import check_built_in
 from verl.config.errors import ConfigError
 from verl.config.fields import Schema, derived_fields, to_flat_dict
 from verl.config.load import Presets, check_combinations, read_config

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from verl.checkpoints.boxes import Boxes, BoxLoadPlanner, Region
+from verl.checkpoints.shard_files import Boxes, BoxLoadPlanner, Region
 from verl.engines.checkpoint import load_shards, open_shards
 from verl.engines.megatron.layout import Conversion
 from verl.engines.megatron.runtime import ParallelRanks

@@ -24,7 +24,7 @@ from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from verl.checkpoints.boxes import Boxes, BoxSavePlanner
+from verl.checkpoints.shard_files import Boxes, BoxSavePlanner
 from verl.config import schema
 from verl.config.checks.megatron import OPTIMIZER_PLACEMENT
 from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, TrainEngine

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.functional import pad
 
-from verl.checkpoints.boxes import Region
+from verl.checkpoints.shard_files import Region
 
 #: model_type -> whether queries, keys and values have biases; heads of Qwen3 have norms
 ARCHITECTURES = {

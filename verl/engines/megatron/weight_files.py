@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from verl.checkpoints.boxes import Region
 from verl.checkpoints.safetensors_files import SafetensorsFiles
+from verl.checkpoints.shard_files import Region
 from verl.engines.megatron.layout import Conversion
 from verl.modeling.huggingface import model_source
 

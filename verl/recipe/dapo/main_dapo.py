@@ -5,27 +5,19 @@ DAPO (Yu et al. 2025, arXiv 2503.14476) is the main trainer's flow with dynamic 
     prompts -> repeat -> gen -> reward -> filter_groups -> old_log_prob -> adv -> update_actor
 
 - clip-higher, token-level loss: settings of the loss `vanilla`, in dapo.yaml
-- dynamic sampling: `verl.trainer.ppo.dynamic_sampling`, which `algorithm.filter_groups.enable` adds to any flow
+- dynamic sampling: `verl.trainer.ppo.dynamic_sampling`, which `algorithm.filter_groups.enable` adds to any flow; with
+  false, this is DAPO without dynamic sampling
 - soft overlong penalty: the reward manager `dapo`
 """
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-from verl.config import Config, Problem
+from verl.trainer.checks.preflight import Recipe
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.startup.recipe import Recipe
 
-
-def check_settings(config: Config) -> Iterator[Problem]:
-    """DAPO needs dynamic sampling."""
-    if not config.algorithm.filter_groups.enable:
-        yield Problem("algorithm.filter_groups.enable", "false, but DAPO uses dynamic sampling: use true")
-
-
-RECIPE = Recipe("DAPO", Path(__file__).with_name("dapo.yaml"), check=check_settings)
+RECIPE = Recipe("DAPO", Path(__file__).with_name("dapo.yaml"))
 
 
 class DAPOTrainer(PPOTrainer):

@@ -8,9 +8,9 @@ from verl.protocol import DataProto
 from verl.recipe.dpo.flow import ResponsesOfData, check_pairs, check_settings, online_dpo, use_responses_of_data
 from verl.recipe.dpo.worker import DPOActorWorker, DPOConfig
 from verl.single_controller import WorkerSpec
+from verl.trainer.checks.preflight import Recipe
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.startup.recipe import Recipe
 
 RECIPE = Recipe("DPO", Path(__file__).with_name("dpo.yaml"), DPOConfig, check_settings, check_pairs)
 

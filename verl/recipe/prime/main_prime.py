@@ -7,10 +7,10 @@ from verl.dataflow import DataFlow
 from verl.recipe.prime.flow import check_settings, prime_flow
 from verl.recipe.prime.worker import ImplicitPRMWorker, PrimeConfig
 from verl.single_controller import WorkerSpec
+from verl.trainer.checks.preflight import Recipe
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.startup.inputs import stop_token_ids
-from verl.trainer.startup.recipe import Recipe
 
 RECIPE = Recipe("PRIME", Path(__file__).with_name("prime.yaml"), PrimeConfig, check_settings)
 

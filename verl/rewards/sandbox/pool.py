@@ -5,7 +5,7 @@
     outcome = pool.run(call, Limits(wall_seconds=5))             # outcome.value, or outcome.failure
     for position, outcome in pool.map(calls, limits): ...        # in the order in which the calls finish
 
-`verl.rewards.sandbox.worker` is the program of the worker processes (see `verl.processes.pool`). A worker is a fresh
+`verl.rewards.sandbox.worker` is the program of the worker processes (see `verl.processes.child`). A worker is a fresh
 interpreter, so it finds a function by its address, and the return value must be picklable.
 """
 
@@ -29,9 +29,15 @@ from typing import Any
 
 import psutil
 
-from verl.processes.channel import Channel
-from verl.processes.child import describe_exit, process_status, resident_memory
-from verl.processes.pool import EXIT_SECONDS, START_SECONDS, HelperProcess
+from verl.processes.child import (
+    EXIT_SECONDS,
+    START_SECONDS,
+    Channel,
+    HelperProcess,
+    describe_exit,
+    process_status,
+    resident_memory,
+)
 from verl.processes.streams import print_printable
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from verl.processes.pool import Parent
+from verl.processes.child import Parent
 from verl.processes.streams import BoundedText
 from verl.registry import import_module
 from verl.rewards.sandbox.pool import Limits, describe_error

@@ -8,15 +8,18 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from verl.config import schema
 from verl.modeling.moe import install_routing
 from verl.modeling.positions import batch_positions, position_axes
 from verl.modeling.vision import Media, TextTokens, attention_of, is_vision_config
-from verl.rollout.base import RolloutEngine, RolloutStats
+from verl.rollout.base import RolloutEngine, RolloutEnv, RolloutStats, SharesWeights
 from verl.rollout.checks import check_request
+from verl.rollout.loading import empty_module, load_module
 from verl.rollout.request import Completion, Request, SamplingParams, batches_of
 from verl.rollout.routed_experts import RECORDING_KEY
 from verl.rollout.sampling import SAMPLING_KEYS, check_finite, choose, uniform
 from verl.rollout.stop_strings import StopStrings
+from verl.utils.device import resolve_dtype
 from verl.weight_sync import ModuleReceiver
 
 #: the cause of the limit of positions, in error messages
@@ -245,3 +248,27 @@ class HFRollout(RolloutEngine):
 
     def receiver(self) -> ModuleReceiver | None:
         return self.weights
+
+
+# ---- factory --------------------------------------------------------------------------------------------------------
+
+
+def make_hf(
+    config: schema.RolloutEngineConfig,
+    model: schema.ModelConfig,
+    env: RolloutEnv,
+    train_engine: SharesWeights | None = None,
+) -> HFRollout:
+    """Make the engine, on the trainer's module if it is unsharded (adapters may be unmerged), otherwise on a copy."""
+    dtype = env.compute_dtype or resolve_dtype(config.dtype, env.device)
+    shared = None if train_engine is None else train_engine.shared_module()
+    weights = None
+    if shared is None and train_engine is None:
+        shared = load_module(model, dtype, env.device)
+        weights = ModuleReceiver(shared, filled=True)
+    elif shared is None:
+        shared = empty_module(model, dtype, env.device, train_engine.buffers())
+        weights = ModuleReceiver(shared)
+    records = isinstance(config, schema.RolloutConfig) and config.enable_rollout_routing_replay
+    options = {"max_rows": config.max_num_seqs, "compute_dtype": dtype, "weights": weights, "records": records}
+    return HFRollout(shared, env.pad_token_id, **options)

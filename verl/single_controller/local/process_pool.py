@@ -29,19 +29,18 @@ import torch
 from rich.text import Text
 
 from verl.dataflow.operator import running_operator
-from verl.processes.channel import Channel
-from verl.processes.child import ChildProcess, PythonProcess, process_status
+from verl.processes.child import Channel, ChildProcess, PythonProcess, process_status
 from verl.processes.fork_server import ForkServerError, server_for
 from verl.processes.limits import Durations, Limits
-from verl.single_controller.diagnosis import CallWatch, RankState
+from verl.single_controller.cluster import visible_devices
 from verl.single_controller.dispatch import Call
-from verl.single_controller.local.column_files import call_parcel, load_result
-from verl.single_controller.local.transport import Kind, Message, Parcel, receive
-from verl.single_controller.placement import visible_devices
+from verl.single_controller.local.transport import Kind, Message, Parcel, call_parcel, load_result, receive
 from verl.single_controller.worker import RankEnv, WorkerSpec, free_port
 from verl.single_controller.worker_group import (
+    CallWatch,
     Failure,
     Future,
+    RankState,
     WorkerDied,
     WorkerError,
     WorkerTimeout,

@@ -13,11 +13,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from verl.processes.channel import Channel
-from verl.processes.child import start_reports
+from verl.processes.child import Channel, start_reports
 from verl.single_controller.dispatch import Call
-from verl.single_controller.local.column_files import result_parcel, unpack_call
-from verl.single_controller.local.transport import Kind, Message, Parcel, receive
+from verl.single_controller.local.transport import Kind, Message, Parcel, receive, result_parcel, unpack_call
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import WorkerError
 from verl.utils.log import setup_worker_logging

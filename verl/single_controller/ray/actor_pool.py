@@ -26,18 +26,20 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from verl.dataflow.operator import running_operator
 from verl.processes.child import process_status
 from verl.processes.limits import Durations, Limits
-from verl.single_controller.diagnosis import SILENT_SECONDS, CallWatch, RankState
+from verl.single_controller.cluster import ResourcePool
 from verl.single_controller.dispatch import Call
-from verl.single_controller.placement import ResourcePool
 from verl.single_controller.ray.placement import START_TIMEOUT, reserve
 from verl.single_controller.ray.rank_actor import ActorInfo, RankActor, StoredRows
 from verl.single_controller.remote_batch import ColumnRef, PackedCall, Source, nbytes, unpack, unpack_result
 from verl.single_controller.worker import RankEnv, WorkerSpec
 from verl.single_controller.worker_group import (
     CALL_TIMEOUT,
+    SILENT_SECONDS,
+    CallWatch,
     Failure,
     Future,
     NodeLost,
+    RankState,
     WorkerDied,
     WorkerError,
     WorkerTimeout,

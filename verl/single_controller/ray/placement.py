@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from verl.single_controller.placement import ResourcePool
+from verl.single_controller.cluster import ResourcePool
 
 logger = logging.getLogger("verl.single_controller")
 

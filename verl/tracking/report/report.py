@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from verl.tracking.curves import PANELS, centred_mean, robust_limits
-from verl.tracking.formatting import format_duration
+from verl.tracking.formatting import best_point, ends, format_duration
 from verl.tracking.metric_names import describe
 from verl.tracking.runs import RecordedRun, Series, open_run, read_lines
-from verl.tracking.summary import best_point, ends
 from verl.utils.paths import write_text
 from verl.utils.redaction import printable
 

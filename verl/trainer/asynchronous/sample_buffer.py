@@ -30,7 +30,7 @@ import numpy as np
 
 from verl.data.sequences import concat_sequences
 from verl.dataflow import HOLD
-from verl.dataflow.pipeline import RunReports, Total, merge_reports
+from verl.dataflow.flow import RunReports, Total, merge_reports
 from verl.processes.limits import Durations, Limits
 from verl.protocol import DataProto
 from verl.trainer.guards.operator_watch import OperatorTimeout, thread_stacks

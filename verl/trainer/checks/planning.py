@@ -15,9 +15,9 @@ from verl.config.fields import to_flat_dict
 from verl.config.load import with_overrides
 from verl.modeling.vision import is_vision_config, language_model_of, tower_of, tower_sizes
 from verl.planner.devices import Device
-from verl.planner.fixes import Change, describe, first_that_fits, smallest_change
 from verl.planner.host import host_profile
 from verl.planner.placement import Plan, plan_groups
+from verl.planner.search import Change, describe, first_that_fits, smallest_change
 from verl.planner.settings import groups_of, job_of, overrides_of
 from verl.planner.shapes import ModelShape, VisionShape
 from verl.planner.workload import Job

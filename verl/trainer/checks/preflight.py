@@ -15,26 +15,65 @@ import inspect
 import logging
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config import ConfigError, Problem, check_code, check_data, check_models
-from verl.config.checks.registered import check_built_in
+from verl.config.checks.run import check_built_in
 from verl.config.fields import Schema, to_flat_dict
 from verl.config.inputs import check_code_file
 from verl.config.load import Reading, read_config
 from verl.config.schema import Config, EvalConfig, GenerationConfig, SFTConfig
 from verl.config.sources import Overrides
 from verl.registry import import_module
-from verl.trainer.startup.recipe import Recipe
 from verl.trainer.startup.torchrun import launcher_settings
 from verl.utils.redaction import remember_settings
 
 if TYPE_CHECKING:
     from verl.single_controller.cluster import Cluster
     from verl.trainer.startup.inputs import Inputs
+
+# ---- recipes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a method adds to the configuration.
+
+    Attributes:
+        name: the method's name in messages.
+        settings: a YAML file below the user's settings.
+        schema: the config schema, if the method has additional keys.
+        check: problems of the settings, if any; part of the preflight checks.
+        check_inputs: raises ValueError for data that the method does not support; part of the preflight checks.
+    """
+
+    name: str | None = None
+    settings: Path | None = None
+    schema: type[Schema] = Config
+    check: Callable[[Any], Iterable[Problem]] | None = None
+    check_inputs: "Callable[[Any, Inputs], None] | None" = None
+
+    def read(self) -> dict[str, Any]:
+        """The settings of the file, interpolations not yet resolved."""
+        if self.settings is None:
+            return {}
+        from omegaconf import OmegaConf
+
+        return OmegaConf.to_container(OmegaConf.load(self.settings), resolve=False)
+
+
+def recipe_of(trainer: type) -> Recipe:
+    """The recipe of a trainer class. Raises ValueError if it is not a Recipe."""
+    if not isinstance(trainer.recipe, Recipe):
+        name = f"{trainer.__name__}.recipe"
+        raise ValueError(f"{name}: expected a Recipe, found {trainer.recipe!r}: remove it, or set it to Recipe(...)")
+    return trainer.recipe
+
+
+# ---- the checks of a run --------------------------------------------------------------------------------------------
 
 SETTINGS, IMPORTS, CONFIG, INPUTS, FLOW = "settings", "imports", "config", "inputs", "flow"
 """When a check runs: on settings alone; on settings with the modules that they import; on settings whose problems have
@@ -122,13 +161,13 @@ CHECKS: tuple[Check, ...] = (
     Check("launcher", CONFIG, "verl.trainer.startup.torchrun:check_launcher", (*TRAINING, GenerationConfig)),
     Check("trackers", CONFIG, "config.check_tracker_names"),
     Check("output folders", CONFIG, "config.check_output_folders"),
-    Check("critic", CONFIG, "algorithm.check_critic_settings", Config),
+    Check("critic", CONFIG, "config.check_critic_settings", Config),
     Check("faults", CONFIG, "verl.trainer.guards.faults:check_faults", Config),
     Check("reward model", CONFIG, "config.check_reward_model", Config),
     Check("agent loop", CONFIG, "agents.check_agent_loop", Config),
-    Check("estimator and loss", CONFIG, "algorithm.check_required_settings", Config),
-    Check("code of the workers", CONFIG, "algorithm.check_worker_code", Config),
-    Check("group size", CONFIG, "algorithm.check_group_size", Config),
+    Check("estimator and loss", CONFIG, "config.check_required_settings", Config),
+    Check("code of the workers", CONFIG, "config.check_worker_code", Config),
+    Check("group size", CONFIG, "config.check_group_size", Config),
     Check("rollout correction", CONFIG, "verl.trainer.ppo.rollout_correction:check_correction", Config),
     Check("placement", CONFIG, "config.check_placement", Config),
     Check("dataset class", CONFIG, "config.check_dataset_class"),
@@ -136,8 +175,8 @@ CHECKS: tuple[Check, ...] = (
     Check("cluster", CONFIG, "config.check_cluster"),
     Check("devices", CONFIG, "models.check_devices"),
     Check("memory", CONFIG, "planning.check_memory", Config),
-    Check("micro-batch losses", CONFIG, "algorithm.check_micro_batch_losses", Config),
-    Check("unused settings", CONFIG, "algorithm.warn_of_unused_settings", (*TRAINING, GenerationConfig)),
+    Check("micro-batch losses", CONFIG, "config.check_micro_batch_losses", Config),
+    Check("unused settings", CONFIG, "config.warn_of_unused_settings", (*TRAINING, GenerationConfig)),
     Check("checkpoints", CONFIG, "config.check_saving"),
     Check("dataset items", INPUTS, "inputs.check_items", Config),
     Check("validation data", INPUTS, "inputs.check_validation_data"),

@@ -10,8 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from verl.tracking.curves import moving_mean
-from verl.tracking.formatting import HEADLINES
-from verl.tracking.summary import STALENESS, SYNC, Series, best_point
+from verl.tracking.formatting import HEADLINES, STALENESS, SYNC, Series, best_point
 
 History = Mapping[str, Series]
 """Metric -> its values."""

@@ -18,7 +18,7 @@ from verl.protocol import DataProto
 from verl.registry import did_you_mean
 from verl.rollout.request import SamplingParams
 from verl.tracking.formatting import format_line
-from verl.tracking.thumbnails import thumbnails
+from verl.tracking.trackers import thumbnails
 from verl.trainer.output.metrics import group_rows
 
 #: fields of a sample; a value of the reward function with one of these names gets the prefix `reward_`

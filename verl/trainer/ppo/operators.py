@@ -15,8 +15,8 @@ from verl.algorithms.kl import FixedKLController, apply_kl_penalty
 from verl.columns import outside_vocabulary
 from verl.config import schema
 from verl.data.order import PromptSource
+from verl.dataflow.flow import Total
 from verl.dataflow.operator import Stateful
-from verl.dataflow.pipeline import Total
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.rewards import RewardManager

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.single_controller.worker_group import Future, WorkerGroup
-from verl.tracking.summary import describe_push
+from verl.tracking.formatting import describe_push
 from verl.trainer.ppo.canary import Canary
 from verl.weight_sync import SyncReport
 from verl.weight_sync.verify import format_checksum

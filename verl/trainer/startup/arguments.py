@@ -15,9 +15,8 @@ from verl.config.fields import Schema, flatten
 from verl.config.sources import Overrides
 from verl.registry import did_you_mean
 from verl.single_controller.cluster import CLUSTERS, Cluster, make_cluster
-from verl.trainer.checks.preflight import CONFIG, Run, Settings, open_run, run_checks
+from verl.trainer.checks.preflight import CONFIG, Recipe, Run, Settings, open_run, run_checks
 from verl.trainer.startup.inputs import files_of_datasets
-from verl.trainer.startup.recipe import Recipe
 from verl.utils.log import setup_logging
 
 #: folder of a model that was given as an object, in trainer.default_local_dir

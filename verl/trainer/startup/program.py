@@ -20,8 +20,7 @@ from verl.trainer.startup.torchrun import run_under_launcher
 from verl.utils.redaction import remember_arguments
 
 if TYPE_CHECKING:
-    from verl.trainer.checks.preflight import Run
-    from verl.trainer.startup.recipe import Recipe
+    from verl.trainer.checks.preflight import Recipe, Run
 
 
 def program_help(usage: str, start: str = "workers start", option: str = "") -> str:
@@ -114,7 +113,7 @@ class Program:
 
     def recipe(self) -> "Recipe":
         from verl.config import schema
-        from verl.trainer.startup.recipe import Recipe, recipe_of
+        from verl.trainer.checks.preflight import Recipe, recipe_of
 
         return Recipe(schema=getattr(schema, self.schema)) if self.trainer is None else recipe_of(self.trainer)
 

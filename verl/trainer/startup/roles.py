@@ -7,7 +7,7 @@ from verl.config import schema
 from verl.rollout.request import stop_strings
 from verl.rollout.traits import engine_traits
 from verl.single_controller import WorkerSpec
-from verl.single_controller.placement import ResourcePool, format_devices, idle_devices, place_roles
+from verl.single_controller.cluster import ResourcePool, format_devices, idle_devices, place_roles
 from verl.trainer.ppo.flow import needs_critic, needs_reference
 
 #: of trainer.worker_timeout, for a pause of the rollout: its error names what it waits for

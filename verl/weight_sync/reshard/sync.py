@@ -15,8 +15,7 @@ from verl.utils.shards import Shard
 from verl.weight_sync.base import ReceivesWeights, ShardSource, SlicedWeights, SyncReport, WeightSource, WeightSync
 from verl.weight_sync.buckets import fastest, measured_bytes
 from verl.weight_sync.reshard.chunk_table import ChunkTable, Position, TensorList, readable_tensors
-from verl.weight_sync.reshard.grouping import HybridGroups
-from verl.weight_sync.reshard.plan import Bucket, Move, Plan, RankLayout, Stored, buffer_bytes, make_plan
+from verl.weight_sync.reshard.plan import Bucket, HybridGroups, Move, Plan, RankLayout, Stored, buffer_bytes, make_plan
 from verl.weight_sync.verify import checksums, equal_bits, sums_of
 
 logger = logging.getLogger("verl.rollout")

@@ -15,7 +15,7 @@ from verl.single_controller.worker import Worker
 from verl.weight_sync.base import AdapterConfig
 
 if TYPE_CHECKING:
-    from verl.weight_sync.reshard.grouping import HybridGroups
+    from verl.weight_sync.reshard.plan import HybridGroups
     from verl.workers.rollout.role import Rollout
 
 #: timeout of a weight transfer in seconds if none is configured: the controller has its own timeout
@@ -110,6 +110,6 @@ def _grouping(
         stages, shards = 1, on_host
     if shards % size or ranks % (stages * shards):
         return None
-    from verl.weight_sync.reshard.grouping import HybridGroups
+    from verl.weight_sync.reshard.plan import HybridGroups
 
     return HybridGroups(stages, shards, ranks // (stages * shards), 1, size)

@@ -35,8 +35,7 @@ from verl.rollout.base import RolloutEngine
 from verl.rollout.engine_thread import EngineThread
 from verl.rollout.request import Completion, Request
 from verl.rollout.routed_experts import extended
-from verl.utils.clock import GENERATION_CLOCK, PausableClock
-from verl.utils.coroutines import gather_coroutines
+from verl.utils.coroutines import GENERATION_CLOCK, PausableClock, gather_coroutines
 from verl.utils.rng import fork_seed
 
 log = logging.getLogger(__name__)
