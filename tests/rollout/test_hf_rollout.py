@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, BartConfig, GPT2Config, LlamaConfig, Qwen2Config
 
 from tests.engines.ranks import make_engine
 from verl.data.sequences import build_sequences
@@ -20,6 +20,9 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+#: a decoder that counts positions from the first column
+BART = {"vocab_size": 24, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+BART |= {"max_position_embeddings": 64, "is_decoder": True, "pad_token_id": 0, "eos_token_id": 2}
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [12, 13], [1, 2, 3]]
 
 
@@ -101,3 +104,21 @@ def test_broken_weights_are_named_by_row(engine):
     finally:
         with torch.no_grad():
             weight.copy_(kept)
+
+
+@pytest.mark.parametrize(("config", "calls"), [(BartConfig(**BART), 4), (LlamaConfig(**SMALL), 1)])
+def test_prompts_of_different_lengths_do_not_share_a_call_where_the_model_counts_padding(config, calls, tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.3)
+    rollout, widths = HFRollout(model, pad_token_id=0), []
+    generate = rollout._generate
+    rollout._generate = lambda requests: widths.append({len(r.prompt_ids) for r in requests}) or generate(requests)
+    completions = rollout.generate(make_requests(PROMPTS, SamplingParams(max_tokens=5, stop_token_ids=(0,), seed=3)))
+    assert len(widths) == calls
+    for prompt, completion in zip(PROMPTS, completions):
+        logits = model(torch.tensor([prompt + completion.token_ids]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1)[range(len(completion.token_ids)), completion.token_ids]
+        assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-4)

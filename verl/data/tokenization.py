@@ -19,7 +19,7 @@ from verl.data.messages import (
     shape_of,
     with_json_calls,
 )
-from verl.modeling.huggingface import model_source
+from verl.modeling.huggingface import model_source, needs_trust
 
 logger = logging.getLogger("verl.data")
 
@@ -374,6 +374,8 @@ def load_tokenizer(model: schema.ModelConfig) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error) and not model.trust_remote_code:
+            raise ValueError(needs_trust(path)) from error
         problem = f"in {path!r}" if Path(path).is_dir() else f"there is no folder {path!r}, and as a name of the hub"
         raise ValueError(f"no tokenizer: {problem}: {error}") from error
     if model.custom_chat_template is not None:

@@ -16,11 +16,11 @@ from verl.config import schema
 from verl.engines.base import EngineSpec, Tensors
 from verl.engines.memory import HOST
 from verl.modeling import attention, vision
-from verl.modeling.huggingface import load_pretrained, read_config
+from verl.modeling.huggingface import LMHead, load_pretrained, needs_trust, read_config, trunk_of
 from verl.modeling.layers import Kernels
 from verl.modeling.log_probs import token_statistics
 from verl.modeling.moe import install_routing
-from verl.modeling.packing import ModelInput
+from verl.modeling.packing import ModelInput, build_input, padding_reason
 from verl.modeling.vision import VisionForward
 from verl.modeling.vision_attention import use_vision_attention
 from verl.utils.device import resolve_dtype
@@ -59,11 +59,6 @@ class ModelSpec:
         """The HuggingFace config of the model."""
         section = self.section
         return read_config(section.path, section.override_config, section.trust_remote_code)
-
-    @cached_property
-    def packs(self) -> bool:
-        """Whether rows are packed: if the section asks for it and the attention of the model allows it."""
-        return self.section.use_remove_padding and vision.packs(self.hf_config)
 
 
 def resolve_model(spec: EngineSpec) -> ModelSpec:
@@ -126,7 +121,7 @@ def load_module(spec: ModelSpec) -> nn.Module:
             module = _with_head(auto.from_config(hf, dtype=spec.model_dtype, **build), spec)
     else:
         module = _from_pretrained(auto, spec, hf, build)
-    module = use_vision_attention(module)
+    module = _with_attention(module, spec)
     if spec.section.quantization is None:
         module = module.to(spec.device)
     if not spec.random_init:
@@ -159,8 +154,19 @@ def empty_module(spec: ModelSpec) -> nn.Module:
     """Build the model on the device "meta", without memory."""
     auto, hf, build = _recipe(spec)
     with torch.device("meta"):
-        module = use_vision_attention(_with_head(auto.from_config(hf, dtype=spec.model_dtype, **build), spec))
+        module = _with_attention(_with_head(auto.from_config(hf, dtype=spec.model_dtype, **build), spec), spec)
         return _with_adapters(module, spec)
+
+
+def _with_attention(module: nn.Module, spec: ModelSpec) -> nn.Module:
+    """Use the attention of packed rows, unless rows of the model are padded, in place."""
+    if spec.section.use_remove_padding and padding_reason(module) is None:
+        packed = attention.NAME
+        if spec.kernels == "batch_invariant":
+            from verl.modeling.batch_invariant.model import NAME as packed  # registers it
+        parts = {"": packed, "text_config": packed, "vision_config": "sdpa"}
+        module.set_attn_implementation(parts if vision.is_vision_config(module.config) else packed)
+    return use_vision_attention(module)
 
 
 def _with_adapters(module: nn.Module, spec: ModelSpec) -> nn.Module:
@@ -212,7 +218,8 @@ def _recipe(spec: ModelSpec) -> tuple[Any, Any, dict[str, Any]]:
     for config in (hf, *vision.sub_configs(hf).values()):
         for name in config.to_dict():
             if ("dropout" in name or name in _DROPOUT) and name not in section.override_config:
-                setattr(config, name, 0.0)
+                value = getattr(config, name)
+                setattr(config, name, 0 if type(value) is int else 0.0)
     if spec.kind == "value":
         hf.num_labels = 1
     if spec.kind == "reward" and hf.num_labels != 1:
@@ -220,15 +227,7 @@ def _recipe(spec: ModelSpec) -> tuple[Any, Any, dict[str, Any]]:
             f"expected a reward model, a sequence classifier with one label, at {section.path!r}, found "
             f"{hf.architectures} with {hf.num_labels} labels"
         )
-    build: dict[str, Any] = {"trust_remote_code": section.trust_remote_code}
-    if spec.packs:
-        packed = attention.NAME
-        if spec.kernels == "batch_invariant":
-            from verl.modeling.batch_invariant.model import NAME as packed  # registers it
-        build["attn_implementation"] = packed
-        if has_images:
-            build["attn_implementation"] = {"": packed, "text_config": packed, "vision_config": "sdpa"}
-    return auto, hf, build
+    return auto, hf, {"trust_remote_code": section.trust_remote_code}
 
 
 def _check_vision(spec: ModelSpec, hf: Any) -> None:
@@ -237,19 +236,15 @@ def _check_vision(spec: ModelSpec, hf: Any) -> None:
         key = "rollout.deterministic" if spec.kernels == "batch_invariant" else "model.use_liger"
         raise ValueError(f"{key} is not supported for vision-language models ({hf.model_type}): set it to false")
     vision.position_axes(hf)
-    if spec.section.use_remove_padding and not spec.packs:
-        logger.info(
-            "%s: image tokens attend to each other in both directions, or are placed by the model: sequences are "
-            "padded instead of packed",
-            hf.model_type,
-        )
 
 
 def _check_architecture(auto: Any, hf: Any, section: schema.ModelConfig) -> None:
     """Raise ValueError if transformers has no model of this kind for the config."""
-    has_own_code = section.trust_remote_code and auto.__name__ in (hf.to_dict().get("auto_map") or {})
-    if has_own_code or type(hf) in auto._model_mapping:
+    has_own_code = auto.__name__ in (hf.to_dict().get("auto_map") or {})
+    if (has_own_code and section.trust_remote_code) or type(hf) in auto._model_mapping:
         return
+    if has_own_code:
+        raise ValueError(needs_trust(section.path))
     if {"vision_config", "audio_config"} & set(type(hf).sub_configs):
         raise ValueError(
             f"{section.path}: {type(hf).__name__} is a multimodal model that transformers does not offer as "
@@ -322,51 +317,55 @@ def load_value_head(score: nn.Linear, path: str) -> bool:
     return True
 
 
-def trunk_and_head(module: nn.Module, kind: str) -> tuple[nn.Module, Callable]:
-    """Split a model into the decoder, which returns hidden states, and the head: hidden states -> logits or values."""
-    trunk = module.base_model
-    if kind != "causal_lm":
-        return trunk, module.score
-    projection = module.get_output_embeddings()
-    softcap = module.config.get_text_config().to_dict().get("final_logit_softcapping")
-
-    def head(states: torch.Tensor) -> torch.Tensor:
-        logits = projection(states)
-        return softcap * torch.tanh(logits / softcap) if softcap is not None else logits
-
-    return trunk, head
-
-
 @torch.no_grad()
-def checked(module: nn.Module, kind: str) -> nn.Module:
-    """Check that `trunk_and_head` gives the same logits as the module on four tokens. Returns the module.
+def checked(module: nn.Module, spec: ModelSpec) -> nn.Module:
+    """Check that rows in one forward pass get the logits that each row gets alone. Returns the module.
+
+    If they do not get them packed, they are padded (`attention.is_packed`).
 
     Raises:
-        ValueError: the architecture changes its logits after the last projection (other than by the soft-capping of its
-            config), so log-probs computed here would silently differ from the model's.
+        ValueError: nor do they if they are padded, so log-probs would silently be wrong.
     """
-    if kind == "value":
-        return module
-    if kind == "reward" and "score" not in dict(module.named_children()):
+    if spec.kind == "reward" and "score" not in dict(module.named_children()):
         raise ValueError(
             f"{type(module).__name__} is not a decoder with a head called `score`: it is not supported as a reward "
             "model"
         )
-    install_routing(module)  # its experts also compute in float64
-    trunk, head = trunk_and_head(module, kind)
-    ids = torch.arange(min(4, module.config.get_text_config().vocab_size), device=module.device)[None]
+    if spec.kind == "value":
+        return module
+    model, is_policy = TokenModel(module, spec), spec.kind == "causal_lm"
+    lengths, vocab_size, device = (5, 6), model.vocab_size, module.device
+    ids = torch.tensor([[1, 2, 3, 4, 5, 0], [1, 2, 3, 6, 7, 8]]) % vocab_size
+    if (pad_id := getattr(module.config.get_text_config(), "pad_token_id", None)) is not None:
+        ids[ids == pad_id] = (pad_id + 9) % vocab_size  # a classifier reads the last token that is no padding
+    mask = (torch.arange(6) < torch.tensor(lengths)[:, None]).long()
+    columns = {"input_ids": ids, "attention_mask": mask, "responses": ids[:, 3:]}
+    columns["position_ids"] = torch.arange(6).expand(2, 6)
+    packs = attention.is_packed(module)
+    model_input = build_input(columns, packs, packs and is_policy).to(device)
     implementation = vision.attention_of(module.config)
-    module.set_attn_implementation("eager")
-    expected, computed = module(ids).logits, head(trunk(ids).last_hidden_state)
-    module.set_attn_implementation(implementation)
-    if kind == "reward":  # a classifier returns the logits of the last token
-        computed = computed[:, -1]
-    if not torch.allclose(expected.float(), computed.float(), rtol=1e-3, atol=1e-4):
-        raise ValueError(
-            f"{type(module).__name__} changes its logits after the last projection, which this engine does not "
-            "support: its log-probs or scores would be wrong"
-        )
-    return module
+    try:
+        hidden = model.hidden_states(model_input).flatten(0, 1)
+    except attention.NoPacking:  # a layer does not pass it on
+        attention.use_default_attention(module)
+        return checked(module, spec)
+    # a classifier returns the logits of the last token of a row
+    computed = model.head(hidden[model_input.states] if is_policy else hidden[model_input.states[[1, 4]] + 1])
+    if packs:
+        attention.use_default_attention(module)
+    alone = [module(row[None, :n].to(device), use_cache=False).logits[0] for row, n in zip(ids, lengths)]
+    expected = torch.cat([logits[2:-1] for logits in alone] if is_policy else [logits[None] for logits in alone])
+    difference, scale = (computed - expected).abs().max().item(), expected.abs().max().item()
+    # 16 bits: two kernels round differently
+    if difference <= (1e-3 if module.dtype.itemsize > 2 else 0.1) * scale + 1e-4:
+        module.set_attn_implementation(implementation)
+        return module
+    if packs:
+        return checked(module, spec)
+    raise ValueError(
+        f"{type(module).__name__}: padded rows get other logits than each row alone (by {difference:.2g}), so their "
+        "log-probs would be wrong: it is not causal, or it reads the padding. It is not supported"
+    )
 
 
 class TokenModel(nn.Module):
@@ -380,26 +379,25 @@ class TokenModel(nn.Module):
         self.module = module
         self.kind = spec.kind
         self.autocast_to = None if spec.compute_dtype == spec.model_dtype else spec.compute_dtype
-        trunk, self.head = trunk_and_head(module, spec.kind)
+        trunk = trunk_of(module)
+        self.head = LMHead(module) if spec.kind == "causal_lm" else module.score
         # a function: as an attribute, the trunk would be a second child with the same parameters
         self.get_trunk: Callable[[], nn.Module] = lambda: trunk
         self.vocab_size = module.config.get_text_config().vocab_size
         self.vision = VisionForward(module) if vision.is_vision_config(module.config) else None
         self.batch_invariant = spec.kernels == "batch_invariant"
         self.routing = install_routing(module)
-        if self.batch_invariant and self.routing is not None:
+        if self.batch_invariant and (self.routing is not None or not attention.is_packed(module)):
+            reason = "pads its rows" if self.routing is None else "is a mixture of experts"
             raise ValueError(
-                f"rollout.deterministic=true: {type(module).__name__} is a mixture of experts, which has no "
-                "batch-invariant kernels: use false"
+                f"rollout.deterministic=true: {type(module).__name__} {reason}, which has no batch-invariant kernels: "
+                "use false"
             )
 
     def forward(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> Tensors:
         """Each requested output, (b, T), float32 (float64 for a float64 model), 0 outside the response."""
-        extra = {"packing": model_input.packing} if model_input.packing is not None else {}
-        if self.routing is not None:
-            self.routing.start(model_input.routed_experts)
         with torch.autocast(model_input.input_ids.device.type, self.autocast_to, enabled=self.autocast_to is not None):
-            hidden = self._hidden_states(model_input, extra)
+            hidden = self.hidden_states(model_input)
             states = hidden.flatten(0, 1)[model_input.states]
             if self.kind != "causal_lm":
                 if set(outputs) != {"values"}:
@@ -417,14 +415,15 @@ class TokenModel(nn.Module):
         ranks = model_input.packing.ranks if model_input.packing is not None else None
         return scattered if ranks is None else {k: ranks.sum_of_shares(v) for k, v in scattered.items()}
 
-    def _hidden_states(self, model_input: ModelInput, extra: dict[str, Any]) -> torch.Tensor:
-        """Last hidden states (b, L, H)."""
+    def hidden_states(self, model_input: ModelInput) -> torch.Tensor:
+        """Last hidden states (1, N, H) or (b, L, H)."""
+        if self.routing is not None:
+            self.routing.start(model_input.routed_experts)
+        extra = {} if model_input.packing is None else {"packing": model_input.packing}
         if self.vision is not None:
             return self.vision(model_input, extra)
-        return self.get_trunk()(
-            input_ids=model_input.input_ids,
-            attention_mask=model_input.attention_mask,
-            position_ids=model_input.position_ids,
-            use_cache=False,
-            **extra,
-        ).last_hidden_state
+        # padded rows begin in the first column, and no layer of a causal model looks ahead: without a mask and
+        # positions, the model computes each row as if it were alone
+        if extra:
+            extra["position_ids"] = model_input.position_ids
+        return self.get_trunk()(input_ids=model_input.input_ids, use_cache=False, **extra)[0]

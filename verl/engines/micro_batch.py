@@ -11,7 +11,11 @@ from verl.utils.balance import token_budget_micro_batches
 
 
 def plan_micro_batches(
-    lengths: list[int], micro: MicroBatching, shared: Tensors | None = None, budget_factor: int = 1
+    lengths: list[int],
+    micro: MicroBatching,
+    shared: Tensors | None = None,
+    budget_factor: int = 1,
+    padded: bool = False,
 ) -> list[list[int]]:
     """Assign every row to one micro-batch.
 
@@ -20,6 +24,8 @@ def plan_micro_batches(
         shared: the columns of the rows if rows with the same prompt compute it once per micro-batch; a prompt then
             counts once in a token budget.
         budget_factor: number of ranks that share the tokens of a row; the token budget is per rank.
+        padded: rows are padded to the longest of their micro-batch, so rows of similar length share one, and padding
+            counts in a token budget.
 
     Returns:
         Row indices of each micro-batch.
@@ -28,12 +34,25 @@ def plan_micro_batches(
     if budget is not None:
         budget *= budget_factor
         chunks = token_budget_micro_batches(lengths, budget)
+        if padded:
+            return _padded_micro_batches(lengths, budget)
         if shared is None:
             return chunks
         with_prefixes = plan_shared_prefixes(shared, lengths, budget)
         return with_prefixes if len(with_prefixes) <= len(chunks) else chunks
     size = micro.rows or len(lengths)
-    return [list(range(i, min(i + size, len(lengths)))) for i in range(0, len(lengths), size)]
+    rows = sorted(range(len(lengths)), key=lambda row: -lengths[row] if padded else 0)
+    return [sorted(rows[i : i + size]) for i in range(0, len(rows), size)]
+
+
+def _padded_micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
+    """Rows from the longest to the shortest, as many at a time as fit into the budget with padding."""
+    chunks: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if not chunks or (len(chunks[-1]) + 1) * lengths[chunks[-1][0]] > budget:
+            chunks.append([])
+        chunks[-1].append(row)
+    return [sorted(rows) for rows in chunks]
 
 
 def split_to(chunks: list[list[int]], count: int) -> list[list[int]]:

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from verl.modeling.huggingface import trunk_of
 from verl.utils.rendezvous import join_default_group
 
 #: timeout of collectives if none is configured. The caller of the workers has its own deadline: it ends a call that
@@ -108,7 +109,7 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
         ValueError: the architecture has no plan, the plan uses a style that is not supported here, or the group size
             does not divide a number of heads or a width.
     """
-    trunk = module.base_model
+    trunk = trunk_of(module)
     plan = planned_layers(trunk, type(module).__name__)
     _check_sizes(trunk, plan, mesh.size())
     parallelize_module(trunk, mesh, {name: _STYLES[style] for name, style in plan.items()})

@@ -46,12 +46,12 @@ def recorded_experts(routing: Routing, model_input: ModelInput) -> torch.Tensor:
     """The choices of the last forward pass: (b, P + T, L, k) int16, NOT_RECORDED at padding."""
     b, _ = model_input.shape
     packing, mask = model_input.packing, model_input.attention_mask
-    choices = routing.choices()[: len(model_input.tokens)]
     # minus NOT_RECORDED, which becomes 0: each rank of a sequence has the choices of some tokens, and the sum has all
-    shifted = choices.new_zeros(b * model_input.width, *choices.shape[1:])
-    shifted[model_input.tokens] = choices - NOT_RECORDED
+    choices = routing.choices()[: len(model_input.tokens)] - NOT_RECORDED
     if mask is not None:
-        shifted *= mask.view(-1, 1, 1)
+        choices = choices * mask.view(-1, 1, 1)
+    shifted = choices.new_zeros(b * model_input.width, *choices.shape[1:])
+    shifted[model_input.tokens] = choices
     if packing is not None and packing.ranks is not None:
         shifted = packing.ranks.sum_of_shares(shifted)
     return (shifted + NOT_RECORDED).to(torch.int16).unflatten(0, (b, model_input.width))

@@ -19,6 +19,9 @@ from verl.engines.memory import HOST
 from verl.engines.micro_batch import split_to
 from verl.engines.parallel import device_mesh, init_process_group, reduce_values, tensor_parallel
 from verl.engines.quantization import check_quantization
+from verl.modeling.attention import is_packed, use_default_attention
+from verl.modeling.huggingface import around_embeddings
+from verl.modeling.packing import padding_reason
 from verl.modeling.sequence_parallel import SequenceRanks
 
 
@@ -46,7 +49,7 @@ class Sharding:
 
     def build(self, spec: ModelSpec) -> torch.nn.Module:
         """The module that `shard` lays out."""
-        return checked(load_module(spec), spec.kind)
+        return checked(load_module(spec), spec)
 
     def shard(self, model: TokenModel, spec: ModelSpec) -> None:
         """Shard the parameters of `model`, in place, and load them."""
@@ -128,17 +131,22 @@ class FSDP2(Sharding):
     def build(self, spec: ModelSpec) -> torch.nn.Module:
         """Build on "meta" on every rank; only the host of the first rank has a full copy, until `shard` is done."""
         on_host = dataclasses.replace(spec, device=HOST)
-        self._first_copy = checked(load_module(on_host), spec.kind) if self.is_first_rank else None
         module = empty_module(on_host)
-        if self._first_copy is not None and self._first_copy.can_generate():
-            module.generation_config = self._first_copy.generation_config  # part of an exported checkpoint
         if self.sequence_ranks is not None:
-            if not spec.packs:
+            if reason := padding_reason(module):
                 raise ValueError(
-                    "sequence parallelism splits packed sequences, and those of this model are padded: set "
-                    "ulysses_sequence_parallel_size=1"
+                    f"sequence parallelism splits packed sequences, and those of {type(module).__name__} are padded: "
+                    f"{reason}. Set ulysses_sequence_parallel_size=1"
                 )
             self.sequence_ranks.check_heads(module.config.get_text_config().num_attention_heads // self.tp_size)
+        packs = is_packed(module)
+        self._first_copy = checked(load_module(on_host), on_host) if self.is_first_rank else None
+        if self._first_copy is not None:
+            packs = is_packed(self._first_copy)
+            if self._first_copy.can_generate():
+                module.generation_config = self._first_copy.generation_config  # part of an exported checkpoint
+        if any(self.max_over_ranks([float(not packs)])) and is_packed(module):
+            use_default_attention(module)
         return module
 
     def shard(self, model: TokenModel, spec: ModelSpec) -> None:
@@ -173,9 +181,11 @@ class FSDP2(Sharding):
             check_ranks(self.ep_size, tensor, shard)
             expert_shape = (*shape[:-1], shard // self.ep_size, self.ep_size)
             shard_experts(module, device_mesh(device, expert_shape, (*names, EXPERT)), **options)
-        layer_classes = set(module._no_split_modules or ())
-        for layer in module.modules():
-            if type(layer).__name__ in layer_classes:
+        # Mamba lists a block and its mixer, and BERT the embeddings, which may be tied to the head
+        classes, skipped = set(module._no_split_modules or ()), set(around_embeddings(module))
+        for layer in list(module.modules()):
+            if type(layer).__name__ in classes and layer not in skipped:
+                skipped.update(layer.modules())
                 fully_shard(layer, mesh=layer_mesh, **options)
         fully_shard(model, mesh=full_mesh, **options)
         self._broadcast_parameters(model)
@@ -202,6 +212,11 @@ class FSDP2(Sharding):
             owner, _, last = name.rpartition(".")
             setattr(module.get_submodule(owner), last, buffer.to(device))
         source = _named_tensors(self._first_copy) if self._first_copy is not None else None
+        if source is not None and (untied := sorted(source.keys() - _named_tensors(module).keys())):
+            raise ValueError(
+                f"the files have {untied[0]}, which config.json ties to the embeddings: set "
+                "actor_rollout_ref.model.override_config.tie_word_embeddings=false"
+            )
         for name, tensor in _named_tensors(module).items():
             if source is not None:
                 full = source[name].to(device, tensor.dtype)

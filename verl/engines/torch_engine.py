@@ -5,6 +5,7 @@ Everything that depends on the number of ranks is in the `Sharding` object. An u
     columns -> plan (which rows form which micro-batch) -> per micro-batch: input, forward, loss, backward -> step
 """
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,12 +36,12 @@ from verl.engines.routing import (
 )
 from verl.engines.sharding import Sharding, make_sharding
 from verl.engines.token_budget import CACHED_TOKENS, TokenBudget, choose_micro_batching, token_budget
-from verl.modeling.attention import attends_in_one_call
+from verl.modeling.attention import attends_in_one_call, is_packed
 from verl.modeling.layers import use_kernels
 from verl.modeling.linear import WeightCache
 from verl.modeling.moe import RoutingStatistics
-from verl.modeling.packing import build_input, row_lengths, to_device
-from verl.modeling.vision import INDEX, Media, packs, tower_of
+from verl.modeling.packing import build_input, padding_reason, row_lengths, to_device
+from verl.modeling.vision import INDEX, Media, tower_of
 from verl.protocol import DataProto
 from verl.utils.shards import Shard
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from verl.modeling.batch_invariant.model import BatchInvariantForward
 
 logger = logging.getLogger("verl.engines")
+log_once = functools.cache(logger.info)  # several engines of a process have one model
 
 _INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 
@@ -85,9 +87,13 @@ class TorchEngine(TrainEngine):
         self.dp_rank, self.dp_size = self.sharding.dp_rank, self.sharding.dp_size
         self.model_parallel_rank = self.sharding.model_parallel_rank
         trains = spec.optimizer is not None
-        self.module = self.sharding.build(self.model_spec) if module is None else checked(module, spec.kind)
+        self.module = self.sharding.build(self.model_spec) if module is None else checked(module, self.model_spec)
         self.model = TokenModel(self.module, self.model_spec)
-        self.packs = spec.model.use_remove_padding and packs(self.module.config)
+        self.packs = is_packed(self.module)
+        if spec.model.use_remove_padding and not self.packs and self.sharding.is_first_rank:
+            reason = padding_reason(self.module) or "packed rows do not get the logits of each row alone"
+            name = type(self.module).__name__
+            log_once("%s: rows are padded instead of packed, and each computes its prompt: %s", name, reason)
         self.module.eval()
         self.adapters: Adapters | None = None
         if self.model_spec.section.has_adapters:
@@ -209,7 +215,8 @@ class TorchEngine(TrainEngine):
         # a prompt is computed once for all its rows if attention processes all rows in one call
         shared_prefix = shares_prefix and self.packs and self.sharding.sp_size == 1
         shared_prefix = shared_prefix and attends_in_one_call(lengths, self.model_spec.compute_dtype, self.device)
-        rows = plan_micro_batches(lengths, micro, columns if shared_prefix else None, self.sharding.sp_size)
+        shared, ranks = columns if shared_prefix else None, self.sharding.sp_size
+        rows = plan_micro_batches(lengths, micro, shared, ranks, padded=not self.packs)
         return _Plan(self.sharding.equalize(rows), shared_prefix)
 
     def _choose_micro_batching(self, lengths: list[int], micro: MicroBatching, images: bool = False) -> MicroBatching:

@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -59,13 +60,25 @@ def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor
     return (distance >= 0) & (distance < window)
 
 
-def _softcapped(q, k, v, scaling: float, softcap: float, mask: torch.Tensor) -> torch.Tensor:
-    """Attention with scores softcap * tanh(score / softcap) (Gemma 2). q: (b, H, L, D); k, v: (b, K, L, D)."""
+def _plain(q, k, v, scaling: float, softcap: float | None, sinks: torch.Tensor | None, mask: torch.Tensor):
+    """Attention in plain torch. q: (b, H, L, D); k, v: (b, K, L, D); mask: (L, L).
+
+    softcap: scores are softcap * tanh(score / softcap) (Gemma 2). sinks: (H,) the score of one more key, of which the
+    value is 0 (gpt-oss).
+    """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = softcap * torch.tanh(q @ k.transpose(2, 3) * (scaling / softcap))
-    weights = scores.masked_fill(~mask, float("-inf")).float().softmax(-1).to(v.dtype)
-    return weights @ v
+    scores = q @ k.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, float("-inf")).float()
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(-1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    return scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v
+
+
+class NoPacking(TypeError):
+    """A decoder layer does not pass the packing on to its attention."""
 
 
 @torch.compiler.disable  # the kernel is one call, and compiling for each set of lengths would not pay
@@ -75,7 +88,7 @@ def packed_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    packing: Packing,
+    packing: Packing | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -83,14 +96,16 @@ def packed_attention(
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each sequence. query (1, H, N, D), key and value (1, K, N, D) -> (1, N, H, D)."""
-    if s_aux is not None:
-        raise ValueError("attention sinks are not supported by packed attention: set model.use_remove_padding=false")
+    if packing is None:
+        raise NoPacking(f"{type(module).__name__} got no packing")
     # under autocast the rotary embedding leaves queries and keys in float32; the values have the compute dtype
     query, key = query.to(value.dtype), key.to(value.dtype)
-    options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+    options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "sinks": s_aux}
     if packing.ranks is None:
         return _attend(query, key, value, packing, **options), None
     ranks, heads = packing.ranks, query.shape[1]
+    if s_aux is not None:
+        options["sinks"] = s_aux.chunk(ranks.size)[ranks.rank]
     key, value = ranks.repeat_heads(key, heads), ranks.repeat_heads(value, heads)
     q, k, v = ranks.tokens_to_heads(query, key, value)
     tokens, padded = packing.slots.numel(), q.shape[2]
@@ -106,12 +121,14 @@ def _attend(
     scaling: float | None,
     sliding_window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention over all tokens of some heads; shapes as `packed_attention`."""
     max_keys = packing.max_length if packing.keys is None else packing.keys.packing.max_length
     window = sliding_window if sliding_window is not None and sliding_window < max_keys else None
     is_16_bit = value.dtype in (torch.bfloat16, torch.float16)
-    if query.is_cuda and is_16_bit and softcap is None and query.shape[-1] <= WIDEST_HEAD:
+    is_plain = softcap is None and sinks is None
+    if query.is_cuda and is_16_bit and is_plain and query.shape[-1] <= WIDEST_HEAD:
         if window is None and _one_call_per_row(packing, query):
             return _attend_each_row(query, key, value, packing, scaling)
         return _attend_varlen(query, key, value, packing, scaling, window)
@@ -119,13 +136,13 @@ def _attend(
         source, representative = packing.keys.source, packing.keys.representative
         repeated = (repeat_rows(x.squeeze(0).transpose(0, 1), source, representative) for x in (query, key, value))
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in repeated)
-        full = _attend(q, k, v, packing.keys.packing, scaling, sliding_window, softcap)
+        full = _attend(q, k, v, packing.keys.packing, scaling, sliding_window, softcap, sinks)
         return gather_rows(full.squeeze(0), representative).unsqueeze(0)
     q, k, v = (_unpack(x, packing) for x in (query, key, value))
     length = packing.max_length
-    if softcap is not None:
+    if not is_plain:
         mask = _window_mask(length, window or length, q.device)
-        out = _softcapped(q, k, v, scaling if scaling is not None else q.shape[-1] ** -0.5, softcap, mask)
+        out = _plain(q, k, v, scaling if scaling is not None else q.shape[-1] ** -0.5, softcap, sinks, mask)
     else:
         mask = _window_mask(length, window, q.device) if window is not None else None
         out = scaled_dot_product_attention(
@@ -189,6 +206,16 @@ def _attend_each_row(
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
             chunks.append(out[:, :, :length].transpose(1, 2))
     return torch.cat(chunks, 1) if len(chunks) > 1 else chunks[0]
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether the rows of a model are packed: its attention is that of this module, or the batch-invariant one."""
+    return module.config.get_text_config()._attn_implementation.startswith("verl_")
+
+
+def use_default_attention(module: nn.Module) -> None:
+    """Use the attention of transformers for padded rows, in place."""
+    module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -3,9 +3,11 @@
 import functools
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from verl.registry import did_you_mean
@@ -81,6 +83,10 @@ def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool
         config = AutoConfig.from_pretrained(model_source(path), trust_remote_code=trust_remote_code)
     except OSError as error:
         raise ValueError(f"no HuggingFace model at {path!r}: {error}") from error
+    except ValueError as error:
+        if "trust_remote_code" not in str(error) or trust_remote_code:
+            raise
+        raise ValueError(needs_trust(path)) from error
     except (TypeError, AttributeError, KeyError) as error:  # config.json is no object, or its values have other types
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(
@@ -101,7 +107,86 @@ def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool
         except Exception as error:  # strict dataclasses raise a separate error type, remote code any
             reason = " ".join(str(error).split())
             raise ValueError(f"override_config.{name}: {type(config).__name__} rejects {value!r}: {reason}") from error
+    if "tie_word_embeddings" not in overrides and _has_separate_head(path, config):
+        for part in (config, config.get_text_config()):
+            part.tie_word_embeddings = False
     return config
+
+
+def needs_trust(path: str) -> str:
+    """The error of a model or tokenizer that comes with code of its own."""
+    return (
+        f"{path!r} comes with code of its own, which runs only if you allow it: read the code, and set "
+        "actor_rollout_ref.model.trust_remote_code=true (the key of the model section with this path)"
+    )
+
+
+def _has_separate_head(path: str, config: Any) -> bool:
+    """Whether the files of a folder have a head that differs from the embedding: transformers does not tie it then."""
+    if not getattr(config, "tie_word_embeddings", False):
+        return False
+    try:
+        paths = sorted(Path(model_source(path)).expanduser().glob("model*.safetensors"))
+        files = {name: file for file in (safe_open(each, "pt") for each in paths) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError:  # reported when the weights are loaded
+        return False
+    heads = [name for name in files if f".{name}".split(".")[-2] in _HEADS]
+    if len(heads) != 1:
+        return False
+    shape = files[heads[0]].get_slice(heads[0]).get_shape()
+    outside = [name for name in files if name not in heads and not any(part.isdigit() for part in name.split("."))]
+    same = [name for name in outside if files[name].get_slice(name).get_shape() == shape]
+    return len(same) == 1 and not torch.equal(*(files[name].get_tensor(name) for name in (heads[0], same[0])))
+
+
+def around_embeddings(module: nn.Module) -> list[nn.Module]:
+    """The modules that contain the input embeddings, from a child of the model inwards."""
+    embeddings = module.get_input_embeddings()
+    name = next(name for name, layer in module.named_modules() if layer is embeddings)
+    parts = name.split(".")
+    if len(parts) == 1:
+        raise ValueError(f"{type(module).__name__} has no decoder apart from its head: it is not supported")
+    return [module.get_submodule(".".join(parts[:i])) for i in range(1, len(parts))]
+
+
+def trunk_of(module: nn.Module) -> nn.Module:
+    """The child of a model that turns tokens into hidden states: the one with the input embeddings."""
+    return around_embeddings(module)[0]
+
+
+class LMHead:
+    """Logits of hidden states as the forward pass of the model computes them: with its scales, softcaps and biases.
+
+    Args:
+        module: a causal language model. Its trunk is skipped: that is a child, or a decoder inside of it.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module, self._skipped = module, around_embeddings(module)
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """(s, H) -> (s, V)."""
+        output = _TrunkOutput([states[None]])
+        previous = [layer.__dict__.get("forward") for layer in self._skipped]
+        for layer in self._skipped:
+            layer.forward = lambda *_, **__: output
+        try:
+            ids = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
+            return self.module(input_ids=ids).logits.squeeze(0)
+        except IndexError as error:
+            raise ValueError(f"{type(self.module).__name__} computes logits from more than hidden states") from error
+        finally:
+            for layer, forward in zip(self._skipped, previous):
+                del layer.forward
+                if forward is not None:
+                    layer.forward = forward
+
+
+class _TrunkOutput(tuple):
+    """(hidden states,), as the output of a trunk: every other output is None."""
+
+    def __getattr__(self, name: str) -> torch.Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
 
 
 def experts_of(config: Any) -> int:

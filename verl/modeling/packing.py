@@ -5,20 +5,66 @@ log-probs and their gradients are computed for response tokens only.
 """
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.nn.functional import pad
 
+from verl.modeling.huggingface import trunk_of
 from verl.modeling.indexing import scatter_rows
+from verl.modeling.model_types import ATTENTION_LAYERS
 from verl.modeling.sequence_parallel import SequenceRanks
 from verl.modeling.shared_prefix import first_with_prompt, shared_prefix_layout
-from verl.modeling.vision import INDEX, Media, VisionInput
+from verl.modeling.vision import INDEX, PACKED, Media, VisionInput, is_vision_config, language_model_of
 
 Tensors = dict[str, torch.Tensor]
 T = TypeVar("T")
+
+#: parameters of the forward pass of a layer that reads earlier tokens: when it generates, it needs a cache of them
+_CACHES = {"cache", "past_key_values", "past_key_value", "layer_past", "cache_params", "state", "use_cache"}
+
+
+def padding_reason(module: nn.Module) -> str | None:
+    """Why rows of a model are padded instead of packed; None if they are packed.
+
+    Only attention knows the boundaries of packed rows (`attention.packed_attention`), so every layer that reads other
+    tokens must be attention that runs through transformers' attention interface. That is decided from the modules:
+    such a layer takes a cache. A kind of layer that is not known is padded.
+    """
+    if is_vision_config(module.config) and module.config.model_type not in PACKED:
+        return "image tokens attend to each other in both directions, or are placed by the model"
+    decoder = language_model_of(module) if is_vision_config(module.config) else trunk_of(module)
+    others = set(getattr(decoder.config, "layer_types", None) or ()) - {*ATTENTION_LAYERS}
+    if others:
+        return f"it has layers of the types {', '.join(sorted(others))}"
+    readers = [layer for layer in decoder.modules() if layer is not decoder and _reads_tokens(type(layer))]
+    readers = [layer for layer in readers if not any(_reads_tokens(type(part)) for part in [*layer.modules()][1:])]
+    state = [layer for layer in readers if not _calls_attention(layer, decoder.config)]
+    state += [layer for layer in decoder.modules() if isinstance(layer, nn.modules.conv._ConvNd)]
+    if state:
+        return f"{', '.join(sorted({type(layer).__name__ for layer in state}))} cannot be told where a row ends"
+    if not readers or "position_ids" not in inspect.signature(decoder.forward).parameters:
+        return f"{type(decoder).__name__} cannot be told the positions of tokens"
+    return None
+
+
+@functools.cache
+def _reads_tokens(kind: type[nn.Module]) -> bool:
+    return bool(_CACHES & set(inspect.signature(kind.forward).parameters))
+
+
+def _calls_attention(layer: nn.Module, config: Any) -> bool:
+    """Whether a layer runs through the attention interface of transformers, and passes on its sliding window."""
+    code = inspect.unwrap(type(layer).forward).__code__
+    keywords = {name for names in code.co_consts if isinstance(names, tuple) for name in names}
+    window = getattr(config, "sliding_window", None) or 0
+    has_window = 0 < window < (getattr(config, "max_position_embeddings", None) or window + 1)
+    return "ALL_ATTENTION_FUNCTIONS" in code.co_names and ("sliding_window" in keywords or not has_window)
 
 
 @dataclass(frozen=True)
@@ -77,15 +123,15 @@ class ModelInput:
     """The input of one forward pass, and the indices of its outputs.
 
     Attributes:
-        input_ids: (1, N) packed or (b, P + T) padded.
-        position_ids: the same, or with C axes in front: (C, 1, N) or (C, b, P + T).
-        attention_mask: (b, P + T), or None if packed.
+        input_ids: (1, N) packed or (b, L) padded on the right, where L is the longest row.
+        position_ids: the same, or with C axes in front: (C, 1, N) or (C, b, L).
+        attention_mask: (b, L), or None if packed.
         packing: layout of a packed input, or None.
         states: (S,) flat index of the hidden states that predict a response token.
         targets: (S,) the token that each of them predicts.
         slots: (S,) index of that token in (b * T).
         shape: (b, T).
-        tokens: (N,) index of each token in (b * (P + T)), without those that sequence parallelism appends.
+        tokens: (N,) or (b * L,) index of each token in (b * (P + T)), without those that sequence parallelism appends.
         width: P + T.
         routed_experts: (N, layers, k) choices of the routers to replay (`modeling.moe`), or None.
         vision: images of the prompts, if any.
@@ -185,12 +231,20 @@ def build_input(
     targets = rows["responses"].flatten()[slots]
     row, t = slots // width, slots % width
     if not remove_padding:
-        states = row * total + (total - width) + t - 1
-        vision = None if media is None else media.input_of(rows)
-        positions = rows["position_ids"] if rows["position_ids"].ndim == 2 else rows["position_ids"].transpose(0, 1)
+        # nothing comes before the first token of a row: it would enter the state of a layer that has one
+        lengths, longest = attention.sum(1), int(attention.sum(1).max())
+        within = torch.arange(longest).expand(b, longest)
+        order = (attention.int().argmax(1)[:, None] + within) % total
+        states = row * longest + (lengths - responded.sum(1))[row] + t - 1
+        tokens = (order + total * torch.arange(b)[:, None]).flatten()
+        vision = None if media is None else media.input_of(rows, tokens)
+        axes, positions = rows["position_ids"], within
+        if axes.ndim == 3:
+            positions = axes.transpose(0, 1).gather(2, order.expand(axes.shape[1], b, longest))
+        mask = (within < lengths[:, None]).long()
         return ModelInput(
-            *(rows["input_ids"], positions, attention.long(), None, states, targets, slots, shape),
-            *_routed_experts(rows, torch.arange(b * total)),
+            *(rows["input_ids"].gather(1, order), positions, mask, None, states, targets, slots, shape),
+            *_routed_experts(rows, tokens),
             vision,
         )
     first = first_with_prompt(attention, rows["input_ids"], width, rows.get(INDEX)) if shared_prefix else range(b)

@@ -8,6 +8,7 @@ text (`TextTokens`).
 """
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl.modeling.huggingface import trunk_of
 from verl.modeling.positions import batch_positions, position_axes
 
 Tensors = dict[str, torch.Tensor]
@@ -45,12 +47,8 @@ def sub_configs(config: Any) -> dict[str, Any]:
 def attention_of(config: Any) -> dict[str, str]:
     """The attention implementation of a model and of its parts, as `set_attn_implementation` takes it."""
     configs = {"": config} | sub_configs(config)
-    return {name: part._attn_implementation for name, part in configs.items()}
-
-
-def packs(config: Any) -> bool:
-    """Whether rows can be packed: a text model, or one in `PACKED`."""
-    return not is_vision_config(config) or config.model_type in PACKED
+    attention = {name: part._attn_implementation for name, part in configs.items()}
+    return {name: implementation for name, implementation in attention.items() if implementation is not None}
 
 
 def tower_of(module: nn.Module) -> tuple[str, nn.Module]:
@@ -79,7 +77,8 @@ def tower_sizes(config: Any) -> tuple[int, int, int, int] | None:
 
 def language_model_of(module: nn.Module) -> nn.Module:
     """The decoder inside a vision-language model; the decoder itself for a text model."""
-    return dict(module.base_model.named_children()).get("language_model", module.base_model)
+    trunk = trunk_of(module)
+    return dict(trunk.named_children()).get("language_model", trunk)
 
 
 def outside_language_model(module: nn.Module) -> list[str]:
@@ -171,7 +170,7 @@ class Media:
 
         Args:
             rows: input_ids, attention_mask, responses and `INDEX` of its rows.
-            kept: (N,) flat index of each token that is computed; None: padded rows.
+            kept: (N,) flat index of each token that is computed, also of padding; None: all.
             placed: whether the caller places the features; None: if the model type is in `PACKED`.
 
         Raises:
@@ -181,7 +180,7 @@ class Media:
         if bool((index < 0).all()):
             return None
         if not (self.config.model_type in PACKED if placed is None else placed):
-            return self._row_by_row(rows)
+            return self._row_by_row(rows, kept)
         used = sorted({i for i in index.tolist() if i >= 0})
         local = torch.zeros(len(self.inputs), dtype=torch.long)
         local[used] = torch.arange(len(used))
@@ -236,11 +235,13 @@ class Media:
                 f"found {actual}: the prompt was truncated, or its placeholders were not expanded by the processor"
             )
 
-    def _row_by_row(self, rows: Tensors) -> VisionInput:
+    def _row_by_row(self, rows: Tensors, kept: torch.Tensor) -> VisionInput:
         ids, index = rows["input_ids"], rows[INDEX]
         text = torch.where(index < 0, ids.shape[1], rows["responses"].shape[1])
         nothing = torch.zeros(0, dtype=torch.long)
-        return VisionInput(self.by_row(index.tolist()), nothing, nothing, TextTokens.find(self.config, ids, text))
+        text_tokens = TextTokens.find(self.config, ids, text)
+        text_tokens = TextTokens(*(x.flatten()[kept].view(len(ids), -1) for x in (text_tokens.ids, text_tokens.tokens)))
+        return VisionInput(self.by_row(index.tolist()), nothing, nothing, text_tokens)
 
     def by_row(self, index: Sequence[int]) -> Tensors:
         """The tensors of rows, concatenated in their order. index: the inputs of each row, -1 for none."""
@@ -331,10 +332,13 @@ class VisionForward:
     """
 
     def __init__(self, module: nn.Module, always: bool = False):
-        self.config, self.trunk, self.always = module.config, module.base_model, always
+        self.config, self.trunk, self.always = module.config, trunk_of(module), always
         self.inserts_features = self.config.model_type in PACKED
-        self.tower = tower_of(module)[1]
         self.parameters = inspect.signature(self.trunk.forward).parameters
+
+    @functools.cached_property
+    def tower(self) -> nn.Module:
+        return tower_of(self.trunk)[1]
 
     def __call__(self, model_input: Any, extra: Mapping[str, Any]) -> torch.Tensor:
         """Last hidden states (b, L, H) of a `packing.ModelInput`. extra: arguments of the attention."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from verl.modeling.model_types import ATTENTION_LAYERS
 from verl.registry import did_you_mean
 
 
@@ -44,6 +45,7 @@ class ModelShape:
         dense_layers: layers without experts, of a mixture of experts.
         vision: of a vision-language model; None for a text model.
         model_type: that of its config.json; "": not known.
+        padded: the training engine pads rows (`modeling.packing.padding_reason`), as far as the config says.
     """
 
     name: str
@@ -64,6 +66,7 @@ class ModelShape:
     dense_layers: int = 0
     vision: VisionShape | None = None
     model_type: str = ""
+    padded: bool = False
 
     @property
     def q_size(self) -> int:
@@ -198,6 +201,7 @@ class ModelShape:
             qkv_bias=kind in _BIASED or bool(config.get("attention_bias")),
             head_norms=kind in _HEAD_NORMS,
             model_type=kind,
+            padded=not set(config.get("layer_types") or ()) <= {*ATTENTION_LAYERS},
             **_experts(config, name, layers, mlp),
         )
 

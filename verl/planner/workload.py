@@ -228,7 +228,8 @@ class Tokens:
 
 def shares_prefix(job: Job, role: Role, on_gpu: bool) -> bool:
     """Whether the training engine computes a prompt once for its samples (`attends_in_one_call`)."""
-    if job.replays or role.layout.sequence > 1 or (role.lora_rank and on_gpu and role.compute_bytes > 2):
+    wide_adapters = role.lora_rank and on_gpu and role.compute_bytes > 2
+    if job.replays or role.shape.padded or role.layout.sequence > 1 or wide_adapters:
         return False
     return not on_gpu or (role.compute_bytes == 2 and job.length < 4096)
 
@@ -239,6 +240,8 @@ def tokens_of(job: Job, role: Role, rows: float, on_gpu: bool) -> Tokens:
     together = min(job.samples / role.layout.data, rows) if shares_prefix(job, role, on_gpu) else 1
     together = max(1.0, together)
     share = 1 / role.layout.sequence
+    if role.shape.padded:  # at most to the longest
+        share *= job.length / (job.prompt_tokens + job.response_tokens)
     return Tokens(share * rows / together * job.prompt_tokens, share * rows * job.response_tokens, share * rows)
 
 

@@ -102,6 +102,7 @@ class HFRollout(RolloutEngine):
         self.weights = weights
         self.reads_images = is_vision_config(module.config)
         self.stats = RolloutStats()
+        self._reads_padding: bool | None = None  # a call then has prompts of one length; known at the first call
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -126,6 +127,8 @@ class HFRollout(RolloutEngine):
         defaults, self.module.generation_config = self.module.generation_config, GenerationConfig()
         self.module.eval()
         try:
+            if self._reads_padding is None:
+                self._reads_padding = self._changes_with_padding()
             for indices in self._batches(requests, max_positions):
                 for index, completion in zip(indices, self._generate([requests[i] for i in indices])):
                     completions[index] = completion
@@ -159,13 +162,37 @@ class HFRollout(RolloutEngine):
             for i in sorted(members, key=lambda i: len(requests[i].prompt_ids)):
                 limit, length = requests[i].params.max_tokens, len(requests[i].prompt_ids)
                 too_long = max_positions is not None and length + max(steps, limit) > max_positions
-                if batch and (too_long or len(batch) == self.max_rows):
+                other = self._reads_padding and batch and len(requests[batch[0]].prompt_ids) != length
+                if batch and (too_long or other or len(batch) == self.max_rows):
                     batches.append(batch)
                     batch, steps = [], 0
                 batch.append(i)
                 steps = max(steps, limit)
             batches.append(batch)
         return batches
+
+    def _changes_with_padding(self) -> bool:
+        """Whether padding on the left of a prompt changes its logits: the model counts it as positions, for example."""
+        ids = torch.tensor([[self.pad_token_id] * 3 + [5, 6, 7, 8]], device=self.module.device) % self._limits()[0]
+        mask = (torch.arange(7, device=ids.device) >= 3).long()[None]
+        config = GenerationConfig(
+            max_new_tokens=1, pad_token_id=self.pad_token_id, output_logits=True, return_dict_in_generate=True
+        )
+        with torch.autocast(ids.device.type, self.autocast_to, enabled=self.autocast_to is not None):
+            padded, alone = (
+                self.module.generate(ids[:, n:], attention_mask=mask[:, n:], generation_config=config).logits[0]
+                for n in (0, 3)
+            )
+            forward = self.module(ids[:, 3:], use_cache=False).logits[:, -1]
+        # 16 bits: other shapes round differently
+        bound = 1e-3 if (self.autocast_to or self.module.dtype).itemsize > 2 else 0.05
+        bound *= forward.abs().max()
+        if (alone - forward).abs().max() > bound:
+            raise ValueError(
+                f"rollout.name=hf: transformers generates with other logits than the forward pass of "
+                f"{type(self.module).__name__} has: it is not supported"
+            )
+        return not (padded - alone).abs().max() <= bound
 
     def _generate(self, requests: list[Request]) -> list[Completion]:
         params, device = requests[0].params, self.module.device

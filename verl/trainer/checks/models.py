@@ -110,7 +110,8 @@ def readable_config(path: str, overrides: Mapping[str, Any], trust_remote_code: 
 
 
 def _check_sizes(path: str, config: Any) -> None:
-    sizes = {name: size for name in _SIZES if isinstance(size := getattr(config, name, None), int)}
+    fields, aliases = config.to_dict(), config.attribute_map  # reading a field that differs by layer is an error
+    sizes = {name: size for name in _SIZES if isinstance(size := fields.get(aliases.get(name, name)), int)}
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"the config of {path!r} has {name}={size}: expected int >= 1")
