@@ -192,6 +192,8 @@ COMBINATIONS = {
         (f"{MEGATRON}use_dist_checkpointing=true {PATH}={path}" for path in ("null", "\"''\"", "\"'  '\"")),
         "dist_checkpointing_path is not set: remove this key",
     ),
+    f"model_engine=megatron {ACTOR}optim.optimizer=AdamW8bit": "AdamW8bit is not supported with strategy=megatron",
+    f"{FOUR} {TENSOR_PARALLEL}=2 {ACTOR}optim.optimizer=AdamW8bit": "or tensor_parallel_size > 1: use AdamW",
     f"model_engine=megatron {MODEL}lora_rank=8": "does not support LoRA adapters: use strategy=fsdp",
     f"model_engine=megatron {MEGATRON}dtype=float16": "use bf16 or fp32",
     f"model_engine=megatron +{ACTOR}optim.override_optimizer_config.weight_decay=1": (

@@ -186,23 +186,17 @@ def expert_tensors(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _check_names(module: nn.Module, model: schema.ModelConfig) -> None:
     """Raise ValueError for a name that matches nothing."""
-    layers = dict(module.named_modules())
+    layers, experts = dict(module.named_modules()), expert_tensors(module)
     linear = {name.rpartition(".")[2] for name, layer in layers.items() if isinstance(layer, nn.Linear)}
-    experts = expert_tensors(module)
     if model.target_parameters and not experts:
-        raise ValueError(
-            f"model.target_parameters={model.target_parameters}: {type(module).__name__} has no fused experts: remove "
-            "the key"
-        )
-    for key, suffixes, names, kind, near in (
-        ("target_modules", {*model.target_modules} - {ALL_LINEAR}, layers, "linear layer", linear),
-        ("exclude_modules", model.exclude_modules or (), layers, "linear layer", linear),
-        (
-            *("target_parameters", {*(model.target_parameters or ())} - {ALL_EXPERTS}, experts, "tensor of experts"),
-            {".".join(name.split(".")[-2:]) for name in experts},
-        ),
+        raise ValueError(f"model.target_parameters: {type(module).__name__} has no fused experts: remove the key")
+    tensors = {".".join(name.split(".")[-2:]) for name in experts}
+    for key, kind, names, near in (
+        ("target_modules", "linear layer", layers, linear),
+        ("exclude_modules", "linear layer", layers, linear),
+        ("target_parameters", "tensor of experts", experts, tensors),
     ):
-        for suffix in suffixes:
+        for suffix in {*(getattr(model, key) or ())} - {ALL_LINEAR, ALL_EXPERTS}:
             if not any(f".{name}".endswith(f".{suffix}") for name in names):
                 raise ValueError(f"model.{key}: no {kind} is called {suffix!r}: {did_you_mean(suffix, near)}")
 
@@ -213,18 +207,18 @@ def _check_layers(module: nn.Module) -> None:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     for name, layer in _layers(module).items():
-        base, parent = layer.get_base_layer(), module.get_submodule(name.rpartition(".")[0])
+        base, (owner, _, last) = layer.get_base_layer(), name.rpartition(".")
+        parent = type(module.get_submodule(owner))
         if _is_of_experts(layer):
             continue
         if not is_linear(base):
             raise ValueError(f"target_modules: {name} is a {type(base).__name__}, expected Linear")
-        if name.rpartition(".")[2] in _weights_read_by(type(parent)):
+        if last in _weights_read_by(parent):
             raise ValueError(
-                f"target_modules: {type(parent).__name__} passes the weight of {name} to a kernel, so an adapter there "
-                "has no effect: remove it, or use all-linear"
+                f"target_modules: {parent.__name__} passes the weight of {name} to a kernel, so an adapter there has "
+                "no effect: remove it, or use all-linear"
             )
-        tied = names[id(base.weight)]
-        if len(tied) > 1:
+        if len(tied := names[id(base.weight)]) > 1:
             raise ValueError(f"target_modules: the weight of {name} is shared ({tied}); exclude it")
 
 
@@ -242,7 +236,10 @@ class Adapters:
         self.settings = module.peft_config[TRAINED]
         self._layers = _layers(module)
         #: HuggingFace name of a parameter -> the layer that adapts it
-        self._adapted = {_adapted_parameter(name, layer): layer for name, layer in self._layers.items()}
+        self._adapted = {
+            f"{name.replace('.base_layer', '')}.{layer.parameter_name if _is_of_experts(layer) else 'weight'}": layer
+            for name, layer in self._layers.items()
+        }
         #: names of the adapted weights of experts; of one module, the innermost adapter first
         self.experts = [name for name, layer in self._adapted.items() if _is_of_experts(layer)][::-1]
         self._value_model = not module.can_generate()
@@ -385,12 +382,6 @@ def _is_of_experts(layer: nn.Module) -> bool:
     from peft.tuners.lora.layer import ParamWrapper
 
     return isinstance(layer, ParamWrapper)
-
-
-def _adapted_parameter(name: str, layer: nn.Module) -> str:
-    """HuggingFace name of the parameter that a layer of peft, which may be nested, adapts."""
-    parameter = layer.parameter_name if _is_of_experts(layer) else "weight"
-    return f"{name.replace('.base_layer', '')}.{parameter}"
 
 
 def _means_experts(name: str, module: nn.Module) -> bool:

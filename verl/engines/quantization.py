@@ -87,7 +87,7 @@ def is_quantized(parameter: torch.Tensor) -> bool:
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """A weight after quantization, in its own dtype."""
+    """The values of a weight's codes, in its dtype."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     return dequantize_4bit(*quantize_4bit(weight, blocksize=_BLOCK, quant_type="nf4"))

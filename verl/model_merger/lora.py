@@ -69,8 +69,6 @@ class LoadedModel(WeightSource):
     def read(self, name: str) -> torch.Tensor:
         return self._tensors[name]
 
-    read_again = read
-
 
 class AdaptersOverBase(WeightSource):
     """The weights of a peft model under their names in memory: base weights and adapters."""
@@ -108,10 +106,7 @@ class AdaptersOverBase(WeightSource):
 
     def read(self, name: str) -> torch.Tensor:
         folder, stored = self._stored_in[name]
-        return self._as_trained(name, folder.read(stored))
-
-    def _as_trained(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return rounded(tensor) if name in self._quantized else tensor
+        return rounded(folder.read(stored)) if name in self._quantized else folder.read(stored)
 
 
 def adapted_parameter(module: str, config: Mapping[str, Any]) -> str:
