@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from verl.cli.config.show import as_text, main
+from verl.cli.config.show import as_text, print_converted
 from verl.config import ConfigError, load_config
 from verl.config.fields import unflatten
 from verl.config.presets import PRESETS
@@ -157,6 +157,6 @@ def test_wrong_files(tmp_path):
 def test_a_file_without_settings(name, text, tmp_path, capsys):
     path = tmp_path / name
     path.write_text(text)
-    assert main(path, "auto", "ppo", 1, overrides=False) == 1
+    assert print_converted(path, "auto", "ppo", 1, overrides=False) == 1
     shown = capsys.readouterr()
     assert shown.out == "" and "expected a configuration to convert, found no setting" in shown.err

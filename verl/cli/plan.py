@@ -120,16 +120,7 @@ def _simulate(arguments: list[str]) -> int:
     """Print the best placement of a simulated run and its memory."""
     from verl.planner import devices, report
     from verl.planner.placement import Plan
-    from verl.planner.search import (
-        MEGATRON_SIZES,
-        ROLLOUT_SIZES,
-        Change,
-        Search,
-        Space,
-        describe,
-        first_that_fits,
-        preferred,
-    )
+    from verl.planner.search import MEGATRON_SIZES, ROLLOUT_SIZES, Change, Search, Space, first_that_fits, preferred
     from verl.planner.workload import Job
 
     args = _parser().parse_args(arguments)
@@ -163,14 +154,8 @@ def _simulate(arguments: list[str]) -> int:
         return plans[0] if plans else None
 
     fix = first_that_fits(job, device, plan_of)
-    if fix is None:
-        print("no change of micro-batches, checkpointing, offloading, LoRA or up to 128 times the devices fits")
-    else:
-        change, plan = fix
-        print(
-            f"smallest change that fits ({report.gib(plan.peak)} GiB): {describe(change, plan)}: "
-            f"{report.format_placement(plan)}"
-        )
+    placement = f": {report.format_placement(fix[1])}" if fix is not None else ""
+    print(f"{report.describe_change(fix)}{placement}")
     return 1
 
 

@@ -271,9 +271,10 @@ class Change:
     factor: int = 1
 
 
-def smallest_change(job: Job, device: Device, groups: Groups) -> tuple[Change, Plan] | None:
-    """The first change that makes the plan of `groups` fit, by the same model, and the plan with it."""
-    return first_that_fits(job, device, lambda change: plan_with(change, job, device, groups))
+def smallest_change(plan: Plan) -> tuple[Change, Plan] | None:
+    """The first change that makes a plan fit, by the same model, and the plan with it."""
+    groups = [(group.names, group.devices) for group in plan.groups]
+    return first_that_fits(plan.job, plan.device, lambda change: plan_with(change, plan.job, plan.device, groups))
 
 
 def first_that_fits(job: Job, device: Device, plan_of: Callable[[Change], Plan | None]) -> tuple[Change, Plan] | None:
@@ -391,10 +392,3 @@ def _lora(job: Job) -> list[Change]:
     if job.model_parallel or any(job.role(name).lora_rank or job.role(name).layout.tensor > 1 for name in trained):
         return []
     return [_of_roles(trained, {f"{_MODEL[name]}.lora_rank": str(LORA_RANK) for name in trained}, lora_rank=LORA_RANK)]
-
-
-def describe(change: Change, plan: Plan) -> str:
-    """Such as "set a=1 b=2" or "use 4 devices"."""
-    settings = " ".join(f"{key}={value}" for key, value in change.settings.items())
-    devices = f"use {plan.devices} devices" if change.factor > 1 else ""
-    return " and ".join(filter(None, [settings and f"set {settings}", devices]))

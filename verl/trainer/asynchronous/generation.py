@@ -19,7 +19,7 @@ from dataclasses import replace
 import numpy as np
 
 from verl.config import schema
-from verl.dataflow import CONTROLLER, HOLD, DataFlow, Operator, Pipeline
+from verl.dataflow import HOLD, DataFlow, Operator, Pipeline
 from verl.protocol import DataProto
 from verl.single_controller.cluster import wait_limits
 from verl.trainer.asynchronous.sample_buffer import AsyncPrompts, SampleBuffer
@@ -27,7 +27,7 @@ from verl.trainer.output.metrics import group_rows
 from verl.trainer.ppo.dynamic_sampling import DynamicSampling, Gathered
 from verl.trainer.ppo.flow import PPORunner
 from verl.trainer.ppo.operators import Prompts, Roles, check_vocabulary, prompt_columns, uses_agent_loop
-from verl.trainer.ppo.rollout_correction import sampled_log_probs
+from verl.trainer.ppo.rollout_correction import copy_log_probs
 from verl.trainer.ppo.weights import RolloutWeights
 from verl.trainer.view import RunView
 
@@ -379,9 +379,7 @@ def use_sampled_log_probs(flow: DataFlow, config: schema.Config) -> DataFlow:
                 "difference (algorithm.rollout_correction.rollout_is=token computes and corrects them: docs/async.md)",
                 f"{k} update{'s' * (k > 1)}",
             )
-            reads = ("rollout_log_probs", "response_mask")
-            copy = Operator("old_log_prob", sampled_log_probs, reads, ("old_log_probs",), CONTROLLER)
-            return flow.replace("old_log_prob", copy)
+            return copy_log_probs(flow)
         why = f"an operator reads {', '.join(sorted(others))}"
     logger.warning(
         "old_log_probs: computed with the weights before the update, because %s. Samples may be %d update%s older than "
