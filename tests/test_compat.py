@@ -25,6 +25,14 @@ def test_an_old_path_is_the_new_module(old):
     assert importlib.import_module(new).__spec__.name == new
 
 
+def test_an_old_path_hides_no_name_of_its_package():
+    """The import of a submodule sets an attribute of its package: that name would be the module from then on."""
+    for old in MOVED:
+        package, _, name = old.rpartition(".")
+        if ".ray" not in package:
+            assert name not in getattr(importlib.import_module(package), "__all__", ()), old
+
+
 def test_recipe_is_verl_recipe():
     """The checkout's folder `recipe` forwards: its modules are the same objects, not second copies."""
     import recipe.dpo.flow

@@ -1,194 +1,143 @@
 """Module paths of earlier releases and of public verl whose module has another path here."""
 
+#: package -> the package that has its modules now: their names, as "old:new" where the name is another one
+_TABLE = """
+verl.rollout -> verl: agent_loop:agents server weight_sync
+verl -> verl.agents: tools
+verl.agents -> verl.agents: single_turn:loop
+verl.rollout.agent_loop -> verl.agents: chat base:loop single_turn:loop multi_turn public
+verl.agents.tools -> verl.agents.tools: interactions:base_tool
+verl.tools -> verl.agents.tools: base_tool interactions:base_tool function_tool host load parsers processes runner
+verl.tools -> verl.agents.tools: schemas worker
+verl.algorithms -> verl.algorithms: losses:kl covariance_losses:policy_losses
+verl.batch -> verl.batch: padding:containers serialization:containers
+verl.utils -> verl.batch: equality:containers
+verl.checkpoints -> verl.checkpoints: boxes:shard_files
+verl.utils -> verl.checkpoints: atomic shard_files checkpoint_store:store
+verl.trainer.state -> verl.cli: verify_resume
+verl.cli -> verl.cli: check:programs examples:programs merge:programs quickstart:programs replay:runs report:runs
+verl.cli.config -> verl.cli: commands:app
+verl.cli.config -> verl.cli.config: convert:show explain:show
+verl.algorithms -> verl.config: presets
+verl.config -> verl.config: batch_words:describe no_effect:describe reference:describe
+verl.config -> verl.config: node:fields tree:schema tree_actor:schema tree_data:schema tree_model:schema
+verl.config -> verl.config: tree_offline:schema tree_rollout:schema tree_sft:schema tree_trainer:schema
+verl.config.checks -> verl.config: settings:load
+verl.config -> verl.config.checks: checks_critic:algorithm checks_megatron:megatron checks_asynchronous:rollout
+verl.config -> verl.config.checks: checks_moe:rollout available:run supported:run
+verl.config.checks -> verl.config.checks: critic:algorithm asynchronous:rollout moe:rollout registered:run
+verl.config -> verl.config.public: aliases dialects:aliases convert hydra convert_trl:trl trl upstream
+verl.config.public -> verl.config.public: convert_trl:trl
+verl.data -> verl.data: chat_segments:chat dialogues:chat lazy_prompts:rlhf_dataset
+verl.dataflow -> verl.dataflow: metrics:flow pipeline:flow watch:flow order:operator one_pass:run results:run
+verl.engines -> verl.engines: model:loading offload:memory distributed:parallel tensor_parallel:parallel fsdp:sharding
+verl.engines -> verl.engines: hf:torch_engine
+verl.modeling -> verl.engines: value_head:loading
+verl.engines.megatron -> verl.engines.megatron: offload:memory recompute:memory
+verl.env_check -> verl.env_check: machine:check probe:packages report:packages
+verl.utils -> verl.env_check: env_machine:check env_packages:packages env_report:packages import_probe:packages
+verl.evaluation -> verl.evaluation: shards:prompts
+verl.trainer -> verl.evaluation: generation_flow:generate answer_parts:prompts evaluation_report:report
+verl.trainer -> verl.evaluation: evaluation_flow:score
+verl.utils -> verl.evaluation: statistics
+verl.model_merger -> verl.model_merger: shard_pickle:fsdp verify:huggingface adapter_folder:lora writing:merge
+verl.model_merger -> verl.model_merger: distributed_checkpoint:sources safetensors_folder:sources source:sources
+verl.engines -> verl.modeling: attention fused_layers places:indexing layers layer_functions:layers_cpu
+verl.engines -> verl.modeling: layer_kernels:layers_triton products:linear logits:log_probs
+verl.engines -> verl.modeling: logits_kernels:log_probs_triton sequence_parallel prompt_sharing:shared_prefix
+verl.engines.megatron -> verl.modeling: log_probs
+verl.engines -> verl.modeling.batch_invariant: invariant:model
+verl.invariant -> verl.modeling.batch_invariant: attention pieces:chunked functions:model kernels:triton_kernels
+verl.modeling.batch_invariant -> verl.modeling.batch_invariant: scores:chunked linear:model
+verl.planner -> verl.planner: fixes:search
+verl.processes -> verl.processes: channel:child pool:child
+verl.single_controller.local -> verl.processes: heartbeat:child
+verl.utils -> verl.processes: subprocess_pool:child fork_server waiting:limits streams
+verl.recipe.dapo -> verl.recipe.dapo: trainer:main_dapo
+verl.recipe.dpo -> verl.recipe.dpo: offline:flow trainer:main_dpo config:worker
+verl.recipe.prime -> verl.recipe.prime: trainer:main_prime config:worker
+verl.rewards -> verl.rewards: results:outcome model_score:resolve sources:resolve answers:responses
+verl.rewards -> verl.rewards.rules: accuracy choice formats gsm8k maths
+verl.rewards -> verl.rewards.sandbox: assert_program calls code_tests isolation:pool program_boot programs
+verl.rewards -> verl.rewards.sandbox: isolation_worker:worker
+verl.rewards.sandbox -> verl.rewards.sandbox: alarm:calls
+verl.rollout -> verl.rollout: gathering:base vision_models:checks stop_strings:request stopping:request
+verl.rollout.hf -> verl.rollout.hf: factory:engine
+verl.rollout -> verl.rollout.native: native_exact:batch_invariant native_exact_cuda:batch_invariant_cuda
+verl.rollout -> verl.rollout.native: native_cuda:cuda_decoder joint_memory:model native_model:model
+verl.rollout -> verl.rollout.native: native_paged:paged_scheduler native_plan:scheduler native_slots:scheduler
+verl.rollout -> verl.rollout.native: native_torch:torch_decoder kernels:triton_kernels
+verl.rollout.native -> verl.rollout.native: fused_parameters:model requests:scheduler
+verl.rollout.sglang -> verl.rollout.sglang: filters:engine adapter_loader:loader capabilities:settings
+verl.rollout.vllm -> verl.rollout.vllm: capabilities:settings experts:slices
+verl.rollout.server -> verl.server: agent_loop agents app responses:app episodes http protocol engine_loop:service
+verl.rollout.server -> verl.server: service text:service tool_calls:service
+verl.server -> verl.server: responses:app engine_loop:service text:service
+verl.single_controller -> verl.single_controller: placement:cluster data_plane:remote_batch pickling:remote_batch
+verl.single_controller -> verl.single_controller: remote_tensor:remote_batch diagnosis:worker_group
+verl.single_controller -> verl.single_controller.local: local_group:cluster process_pool column_files:transport
+verl.single_controller -> verl.single_controller.local: transport worker_process:worker_main
+verl.single_controller.local -> verl.single_controller.local: group:cluster column_files:transport
+verl.utils -> verl.single_controller.local: output:process_pool
+verl.single_controller -> verl.single_controller.ray: ray_group:cluster
+verl.single_controller.ray -> verl.single_controller.ray: heartbeats:actor_pool group:cluster runtime_env:cluster
+verl.trainer -> verl.single_controller.ray: runtime_env:cluster
+verl.tracking -> verl.tracking: summary:formatting earlier_runs:run_record step_files:runs thumbnails:trackers
+verl.tracking -> verl.tracking.report: metric_names:report
+verl.utils -> verl.tracking: alive:console headline:console progress:console curves trackers tracking
+verl.cli -> verl.trainer: train:main_ppo
+verl.experimental.fully_async_policy -> verl.trainer: fully_async_main:main_fully_async
+verl.experimental.one_step_off_policy -> verl.trainer: main_ppo:main_one_step_off
+verl.recipe.fully_async_policy -> verl.trainer: fully_async_main:main_fully_async
+verl.recipe.one_step_off_policy -> verl.trainer: main_ppo:main_one_step_off
+verl.recipe.r1 -> verl.trainer: main_eval
+verl.trainer -> verl.trainer: main_ppo_sync:main_ppo fsdp_sft_trainer:sft_trainer
+verl.trainer.guards -> verl.trainer: built_in:base
+verl.trainer.output -> verl.trainer: step_report:view
+verl.trainer -> verl.trainer.asynchronous: sample_buffer
+verl.trainer -> verl.trainer.checks: agents unused_settings:config model_limits:models planning early_checks:preflight
+verl.trainer -> verl.trainer.checks: preflight
+verl.trainer.checks -> verl.trainer.checks: algorithm:config unused_settings:config model_config:models
+verl.trainer.checks -> verl.trainer.checks: model_limits:models
+verl.planner -> verl.trainer.checks: settings:planning
+verl.trainer.startup -> verl.trainer.checks: recipe:preflight
+verl.trainer -> verl.trainer.guards: validation_watch:early_stopping interruption
+verl.trainer.checks -> verl.trainer.guards: faults
+verl.trainer.state -> verl.trainer.guards: bad_steps validation_watch:early_stopping interruption operator_watch
+verl.trainer.state -> verl.trainer.guards: quarantine restarts
+verl.utils -> verl.trainer.guards: chaos:faults
+verl.trainer -> verl.trainer.output: divergence metrics display:run_log run_log recording:samples samples
+verl.trainer.output -> verl.trainer.output: display:run_log summary:run_log recording:samples
+verl.trainer -> verl.trainer.ppo: batch_functions canary dynamic_sampling ppo_flow:flow ppo_operators:operators
+verl.trainer -> verl.trainer.ppo: rollout_correction rollout_weights:weights
+verl.trainer -> verl.trainer.startup: arguments command_line inputs setup:inputs launch roles torchrun
+verl.trainer -> verl.trainer.state: checkpointing saved_state
+verl.trainer.state -> verl.trainer.state: object_identity:identity
+verl.utils -> verl.utils: clock:coroutines threads:device lock:disk decoding:tokenizer
+verl.rollout.weight_sync -> verl.weight_sync: adapters base in_process:base buckets collective transfer_group:collective
+verl.rollout.weight_sync -> verl.weight_sync: disk factory replica:factory ipc module_receiver checksums:verify
+verl.rollout.weight_sync -> verl.weight_sync: loading:verify position_sums:verify
+verl.weight_sync -> verl.weight_sync: transfer_group:collective replica:factory
+verl.rollout.weight_sync -> verl.weight_sync.reshard: chunk_table chunks_triton grouping:plan plan copies:sync
+verl.rollout.weight_sync -> verl.weight_sync.reshard: reshard:sync
+verl.weight_sync.reshard -> verl.weight_sync.reshard: grouping:plan rank_plan:sync
+verl.workers -> verl.workers: actor_rollout_ref:policy
+"""
 
-def _same_names(old: str, new: str, names: str) -> dict[str, str]:
-    """Modules of the package `old` that have the same names in the package `new`."""
-    return {f"{old}.{name}": f"{new}.{name}" for name in names.split()}
 
+def _read(table: str) -> dict[str, str]:
+    moved = {}
+    for line in table.strip().splitlines():
+        packages, names = line.split(": ", 1)
+        old, new = packages.split(" -> ")
+        for name in names.split():
+            before, _, after = name.partition(":")
+            moved[f"{old}.{before}"] = f"{new}.{after or before}"
+    return moved
 
-_OLD_SCHEMAS = [
-    f"verl.config.tree_{name}" for name in ["actor", "data", "model", "offline", "rollout", "sft", "trainer"]
-]
 
 #: old module path -> new module path
-MOVED = {
-    **_same_names("verl.utils", "verl.tracking", "trackers tracking curves"),
-    **_same_names("verl.engines", "verl.modeling", "attention fused_layers layers sequence_parallel"),
-    **_same_names("verl.rewards", "verl.rewards.rules", "gsm8k maths choice formats accuracy"),
-    **_same_names("verl.rewards", "verl.rewards.sandbox", "calls code_tests programs program_boot assert_program"),
-    **_same_names("verl.single_controller", "verl.single_controller.local", "process_pool transport column_files"),
-    **_same_names("verl.trainer", "verl.trainer.ppo", "dynamic_sampling rollout_correction batch_functions canary"),
-    **_same_names("verl.trainer", "verl.trainer.startup", "launch command_line arguments torchrun inputs roles"),
-    **_same_names("verl.trainer", "verl.trainer.checks", "preflight agents planning"),
-    **_same_names("verl.trainer", "verl.trainer.output", "divergence run_log samples metrics"),
-    **_same_names("verl.config", "verl.config.public", "aliases convert hydra trl upstream"),
-    **_same_names("verl.rollout.agent_loop", "verl.agents", "chat multi_turn public"),
-    **_same_names("verl.rollout.server", "verl.server", "agent_loop agents app episodes"),
-    **_same_names("verl.rollout.server", "verl.server", "http protocol responses service text"),
-    **_same_names("verl.rollout.weight_sync", "verl.weight_sync", "adapters base buckets collective disk"),
-    **_same_names("verl.rollout.weight_sync", "verl.weight_sync", "factory ipc module_receiver replica transfer_group"),
-    **_same_names("verl.rollout.weight_sync", "verl.weight_sync.reshard", "chunk_table chunks_triton grouping plan"),
-    **_same_names("verl.tools", "verl.agents.tools", "base_tool function_tool host interactions load"),
-    **_same_names("verl.tools", "verl.agents.tools", "parsers processes runner schemas worker"),
-    **_same_names("verl.trainer.state", "verl.trainer.guards", "bad_steps interruption"),
-    **_same_names("verl.trainer.state", "verl.trainer.guards", "operator_watch quarantine restarts"),
-    "verl.config.tree": "verl.config.schema",
-    **dict.fromkeys(_OLD_SCHEMAS, "verl.config.schema"),
-    "verl.experimental.fully_async_policy.fully_async_main": "verl.trainer.main_fully_async",
-    "verl.experimental.one_step_off_policy.main_ppo": "verl.trainer.main_one_step_off",
-    "verl.recipe.fully_async_policy.fully_async_main": "verl.trainer.main_fully_async",
-    "verl.recipe.one_step_off_policy.main_ppo": "verl.trainer.main_one_step_off",
-    "verl.trainer.main_ppo_sync": "verl.trainer.main_ppo",
-    "verl.utils.checkpoint_store": "verl.checkpoints.store",
-    "verl.utils.shard_files": "verl.checkpoints.shard_files",
-    "verl.utils.atomic": "verl.checkpoints.atomic",
-    "verl.utils.progress": "verl.tracking.console",
-    "verl.utils.headline": "verl.tracking.console",
-    "verl.utils.env_machine": "verl.env_check.machine",
-    "verl.utils.env_packages": "verl.env_check.packages",
-    "verl.utils.env_report": "verl.env_check.report",
-    "verl.utils.import_probe": "verl.env_check.probe",
-    "verl.utils.statistics": "verl.evaluation.statistics",
-    "verl.trainer.answer_parts": "verl.evaluation.shards",
-    "verl.trainer.evaluation_flow": "verl.evaluation.score",
-    "verl.trainer.evaluation_report": "verl.evaluation.report",
-    "verl.trainer.generation_flow": "verl.evaluation.generate",
-    "verl.trainer.runtime_env": "verl.single_controller.ray.runtime_env",
-    "verl.algorithms.presets": "verl.config.presets",
-    "verl.config.node": "verl.config.fields",
-    "verl.config.dialects": "verl.config.public.aliases",
-    "verl.config.available": "verl.config.checks.registered",
-    "verl.invariant.attention": "verl.modeling.batch_invariant.attention",
-    "verl.modeling.batch_invariant.scores": "verl.modeling.batch_invariant.chunked",
-    "verl.invariant.functions": "verl.modeling.batch_invariant.model",
-    "verl.modeling.batch_invariant.linear": "verl.modeling.batch_invariant.model",
-    "verl.invariant.kernels": "verl.modeling.batch_invariant.triton_kernels",
-    "verl.invariant.pieces": "verl.modeling.batch_invariant.chunked",
-    "verl.engines.invariant": "verl.modeling.batch_invariant.model",
-    "verl.engines.layer_functions": "verl.modeling.layers_cpu",
-    "verl.engines.layer_kernels": "verl.modeling.layers_triton",
-    "verl.engines.logits": "verl.modeling.log_probs",
-    "verl.engines.logits_kernels": "verl.modeling.log_probs_triton",
-    "verl.engines.places": "verl.modeling.indexing",
-    "verl.engines.products": "verl.modeling.linear",
-    "verl.engines.prompt_sharing": "verl.modeling.shared_prefix",
-    "verl.engines.hf": "verl.engines.torch_engine",
-    "verl.engines.fsdp": "verl.engines.sharding",
-    "verl.engines.model": "verl.engines.loading",
-    "verl.rollout.native_plan": "verl.rollout.native.scheduler",
-    "verl.rollout.native_slots": "verl.rollout.native.scheduler",
-    "verl.rollout.native_paged": "verl.rollout.native.paged_scheduler",
-    "verl.rollout.native_torch": "verl.rollout.native.torch_decoder",
-    "verl.rollout.native_cuda": "verl.rollout.native.cuda_decoder",
-    "verl.rollout.native_model": "verl.rollout.native.model",
-    "verl.rollout.native_exact": "verl.rollout.native.batch_invariant",
-    "verl.rollout.native_exact_cuda": "verl.rollout.native.batch_invariant_cuda",
-    "verl.rollout.joint_memory": "verl.rollout.native.model",
-    "verl.rollout.kernels": "verl.rollout.native.triton_kernels",
-    "verl.rollout.stopping": "verl.rollout.stop_strings",
-    "verl.batch.padding": "verl.batch.containers",
-    "verl.rewards.isolation": "verl.rewards.sandbox.pool",
-    "verl.rewards.isolation_worker": "verl.rewards.sandbox.worker",
-    "verl.rewards.results": "verl.rewards.outcome",
-    "verl.rewards.answers": "verl.rewards.responses",
-    "verl.single_controller.local_group": "verl.single_controller.local.group",
-    "verl.single_controller.worker_process": "verl.single_controller.local.worker_main",
-    "verl.single_controller.ray_group": "verl.single_controller.ray.cluster",
-    "verl.single_controller.ray.group": "verl.single_controller.ray.cluster",
-    "verl.single_controller.data_plane": "verl.single_controller.remote_batch",
-    "verl.single_controller.remote_tensor": "verl.single_controller.remote_batch",
-    "verl.single_controller.pickling": "verl.single_controller.remote_batch",
-    "verl.rewards.sources": "verl.rewards.resolve",
-    "verl.rewards.model_score": "verl.rewards.resolve",
-    "verl.model_merger.source": "verl.model_merger.sources",
-    "verl.model_merger.safetensors_folder": "verl.model_merger.sources",
-    "verl.model_merger.distributed_checkpoint": "verl.model_merger.sources",
-    "verl.model_merger.shard_pickle": "verl.model_merger.fsdp",
-    "verl.model_merger.adapter_folder": "verl.model_merger.lora",
-    "verl.trainer.setup": "verl.trainer.startup.inputs",
-    "verl.trainer.early_checks": "verl.trainer.checks.preflight",
-    "verl.trainer.ppo_flow": "verl.trainer.ppo.flow",
-    "verl.trainer.ppo_operators": "verl.trainer.ppo.operators",
-    "verl.trainer.rollout_weights": "verl.trainer.ppo.weights",
-    "verl.trainer.sample_buffer": "verl.trainer.asynchronous.sample_buffer",
-    "verl.trainer.unused_settings": "verl.trainer.checks.algorithm",
-    "verl.trainer.fsdp_sft_trainer": "verl.trainer.sft_trainer",
-    "verl.cli.train": "verl.trainer.main_ppo",
-    "verl.cli.replay": "verl.cli.runs",
-    "verl.cli.report": "verl.cli.runs",
-    **dict.fromkeys(("verl.cli.check", "verl.cli.merge", "verl.cli.quickstart"), "verl.cli.programs"),
-    "verl.cli.config.commands": "verl.cli.app",
-    "verl.recipe.r1.main_eval": "verl.trainer.main_eval",
-    "verl.trainer.checks.model_config": "verl.trainer.checks.models",
-    "verl.trainer.checks.model_limits": "verl.trainer.checks.models",
-    "verl.trainer.model_limits": "verl.trainer.checks.models",
-    "verl.trainer.checkpointing": "verl.trainer.state.checkpointing",
-    "verl.trainer.saved_state": "verl.trainer.state.saved_state",
-    "verl.trainer.state.verify_resume": "verl.cli.verify_resume",
-    "verl.trainer.interruption": "verl.trainer.guards.interruption",
-    "verl.trainer.validation_watch": "verl.trainer.guards.early_stopping",
-    "verl.trainer.display": "verl.trainer.output.summary",
-    "verl.trainer.recording": "verl.trainer.output.samples",
-    "verl.recipe.dapo.trainer": "verl.recipe.dapo.main_dapo",
-    "verl.recipe.dpo.config": "verl.recipe.dpo.worker",
-    "verl.recipe.dpo.offline": "verl.recipe.dpo.flow",
-    "verl.recipe.dpo.trainer": "verl.recipe.dpo.main_dpo",
-    "verl.recipe.prime.config": "verl.recipe.prime.worker",
-    "verl.recipe.prime.trainer": "verl.recipe.prime.main_prime",
-    "verl.config.batch_words": "verl.config.describe",
-    "verl.engines.distributed": "verl.engines.parallel",
-    "verl.engines.tensor_parallel": "verl.engines.parallel",
-    "verl.engines.offload": "verl.engines.memory",
-    "verl.workers.actor_rollout_ref": "verl.workers.policy",
-    "verl.dataflow.one_pass": "verl.dataflow.run",
-    "verl.dataflow.results": "verl.dataflow.run",
-    "verl.dataflow.order": "verl.dataflow.operator",
-    "verl.dataflow.watch": "verl.dataflow.pipeline",
-    "verl.algorithms.covariance_losses": "verl.algorithms.policy_losses",
-    "verl.algorithms.losses": "verl.algorithms.kl",
-    "verl.data.chat_segments": "verl.data.chat",
-    "verl.data.dialogues": "verl.data.chat",
-    "verl.config.checks_asynchronous": "verl.config.checks.asynchronous",
-    "verl.config.checks_critic": "verl.config.checks.algorithm",
-    "verl.config.checks_megatron": "verl.config.checks.megatron",
-    "verl.config.checks_moe": "verl.config.checks.rollout",
-    "verl.config.convert_trl": "verl.config.public.trl",
-    "verl.rollout.agent_loop": "verl.agents",
-    "verl.rollout.agent_loop.base": "verl.agents.loop",
-    "verl.rollout.agent_loop.single_turn": "verl.agents.loop",
-    "verl.agents.single_turn": "verl.agents.loop",
-    "verl.rollout.server": "verl.server",
-    "verl.rollout.server.engine_loop": "verl.server.service",
-    "verl.rollout.server.tool_calls": "verl.server.service",
-    "verl.rollout.weight_sync": "verl.weight_sync",
-    "verl.rollout.weight_sync.checksums": "verl.weight_sync.verify",
-    "verl.rollout.weight_sync.copies": "verl.weight_sync.reshard.sync",
-    "verl.rollout.weight_sync.in_process": "verl.weight_sync.base",
-    "verl.rollout.weight_sync.loading": "verl.weight_sync.verify",
-    "verl.rollout.weight_sync.position_sums": "verl.weight_sync.verify",
-    "verl.rollout.weight_sync.replica": "verl.weight_sync.factory",
-    "verl.rollout.weight_sync.reshard": "verl.weight_sync.reshard.sync",
-    "verl.tools": "verl.agents.tools",
-    "verl.trainer.checks.faults": "verl.trainer.guards.faults",
-    "verl.trainer.output.display": "verl.trainer.output.summary",
-    "verl.trainer.output.recording": "verl.trainer.output.samples",
-    "verl.single_controller.local.heartbeat": "verl.processes.child",
-    "verl.single_controller.ray.heartbeats": "verl.single_controller.ray.actor_pool",
-    "verl.trainer.state.validation_watch": "verl.trainer.guards.early_stopping",
-    "verl.utils.chaos": "verl.trainer.guards.faults",
-    "verl.utils.fork_server": "verl.processes.fork_server",
-    "verl.utils.output": "verl.single_controller.local.process_pool",
-    "verl.utils.streams": "verl.processes.streams",
-    "verl.utils.subprocess_pool": "verl.processes.child",
-    "verl.utils.waiting": "verl.processes.limits",
-    "verl.rewards.sandbox.alarm": "verl.rewards.sandbox.calls",
-    "verl.tracking.earlier_runs": "verl.tracking.run_record",
-    "verl.utils.alive": "verl.tracking.console",
-    "verl.data.lazy_prompts": "verl.data.rlhf_dataset",
-    "verl.modeling.value_head": "verl.engines.loading",
-    "verl.engines.megatron.log_probs": "verl.modeling.log_probs",
-    "verl.engines.megatron.offload": "verl.engines.megatron.memory",
-    "verl.engines.megatron.recompute": "verl.engines.megatron.memory",
+MOVED = _read(_TABLE) | {
     # modules of public verl that exist here under another path
     "verl.trainer.ppo.core_algos": "verl.algorithms.core_algos",
     "verl.trainer.ppo.rollout_corr_helper": "verl.algorithms.rollout_correction",
@@ -196,73 +145,6 @@ MOVED = {
     "verl.utils.seqlen_balancing": "verl.utils.balance",
     "verl.single_controller.base.decorator": "verl.single_controller.dispatch",
     "verl.utils.fs": "verl.utils.hdfs_io",
-    "verl.config.supported": "verl.config.checks.registered",
-    "verl.config.checks.settings": "verl.config.load",
-    "verl.config.no_effect": "verl.config.describe",
-    "verl.config.batch_summary": "verl.config.describe",
-    "verl.config.reference": "verl.config.describe",
-    "verl.config.checks.critic": "verl.config.checks.algorithm",
-    "verl.config.checks.moe": "verl.config.checks.rollout",
-    "verl.config.public.convert_trl": "verl.config.public.trl",
-    "verl.rollout.vision_models": "verl.rollout.checks",
-    "verl.rollout.gathering": "verl.rollout.base",
-    "verl.rollout.native.requests": "verl.rollout.native.scheduler",
-    "verl.rollout.native.fused_parameters": "verl.rollout.native.model",
-    "verl.rollout.sglang.adapter_loader": "verl.rollout.sglang.loader",
-    "verl.rollout.sglang.filters": "verl.rollout.sglang.engine",
-    "verl.server.engine_loop": "verl.server.service",
-    "verl.weight_sync.replica": "verl.weight_sync.factory",
-    "verl.weight_sync.reshard.rank_plan": "verl.weight_sync.reshard.sync",
-    "verl.trainer.checks.unused_settings": "verl.trainer.checks.algorithm",
-    "verl.dataflow.metrics": "verl.dataflow.pipeline",
-    "verl.trainer.guards.built_in": "verl.trainer.base",
-    "verl.trainer.output.step_report": "verl.trainer.view",
-    "verl.trainer.state.object_identity": "verl.trainer.state.identity",
-    "verl.checkpoints.boxes": "verl.checkpoints.shard_files",
-    "verl.tracking.summary": "verl.tracking.formatting",
-    "verl.tracking.step_files": "verl.tracking.runs",
-    "verl.model_merger.writing": "verl.model_merger.merge",
-    "verl.model_merger.verify": "verl.model_merger.huggingface",
-    "verl.server.responses": "verl.server.app",
-    "verl.server.text": "verl.server.service",
-    "verl.planner.fixes": "verl.planner.search",
-    "verl.batch.serialization": "verl.batch.containers",
-    "verl.single_controller.local.column_files": "verl.single_controller.local.transport",
-    "verl.single_controller.local.group": "verl.single_controller.local.cluster",
-    "verl.single_controller.ray.runtime_env": "verl.single_controller.ray.cluster",
-    "verl.single_controller.diagnosis": "verl.single_controller.worker_group",
-    "verl.trainer.output.summary": "verl.trainer.output.run_log",
-    "verl.cli.config.convert": "verl.cli.config.show",
-    "verl.cli.examples": "verl.cli.programs",
-    "verl.agents.tools.interactions": "verl.agents.tools.base_tool",
-    "verl.weight_sync.transfer_group": "verl.weight_sync.collective",
-    "verl.utils.clock": "verl.utils.coroutines",
-    "verl.env_check.report": "verl.env_check.probe",
-    "verl.evaluation.shards": "verl.evaluation.prompts",
-    "verl.config.checks.registered": "verl.config.checks.run",
-    "verl.tracking.thumbnails": "verl.tracking.trackers",
-    "verl.tracking.metric_names": "verl.tracking.report.report",
-    "verl.planner.settings": "verl.trainer.checks.planning",
-    "verl.trainer.checks.algorithm": "verl.trainer.checks.config",
-    "verl.processes.channel": "verl.processes.child",
-    "verl.processes.pool": "verl.processes.child",
-    "verl.config.checks.asynchronous": "verl.config.checks.rollout",
-    "verl.utils.equality": "verl.batch.containers",
-    "verl.utils.threads": "verl.utils.device",
-    "verl.utils.lock": "verl.utils.disk",
-    "verl.utils.decoding": "verl.utils.tokenizer",
-    "verl.single_controller.placement": "verl.single_controller.cluster",
-    "verl.cli.config.explain": "verl.cli.config.show",
-    "verl.rollout.hf.factory": "verl.rollout.hf.engine",
-    "verl.weight_sync.reshard.grouping": "verl.weight_sync.reshard.plan",
-    "verl.trainer.startup.recipe": "verl.trainer.checks.preflight",
-    "verl.dataflow.pipeline": "verl.dataflow.flow",
-    "verl.env_check.machine": "verl.env_check.check",
-    "verl.env_check.probe": "verl.env_check.packages",
-    "verl.rollout.stop_strings": "verl.rollout.request",
-    "verl.rollout.vllm.capabilities": "verl.rollout.vllm.settings",
-    "verl.rollout.sglang.capabilities": "verl.rollout.sglang.settings",
-    "verl.rollout.vllm.experts": "verl.rollout.vllm.slices",
 }
 
 

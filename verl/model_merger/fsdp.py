@@ -15,10 +15,10 @@ fields, tensors are memory-mapped, and all other classes are rejected, so an unt
 import pickle
 import re
 import zipfile
-from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,9 @@ import torch
 
 from verl.model_merger.sources import Shape, TensorInfo, WeightSource, assemble
 from verl.utils.paths import read_json
+
+#: file name, offset in the full tensor, contents
+LocatedShard = tuple[str, Shape, torch.Tensor]
 
 _FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
@@ -77,110 +80,85 @@ class RankFiles(WeightSource):
                     f"{path.name} and {self.files[0].name} contain different tensors, for example {differing[:3]}: "
                     "they are not from the same checkpoint"
                 )
-        origins = [path.name for path in self.files]
-        self._tensors = {
-            _WRAPPERS.sub("", name): _sharded(name, origins, [rank_shards[name] for rank_shards in shards])
+        # by name: the name in the files, and the name of each file with what it has of the tensor
+        self._shards = {
+            _WRAPPERS.sub("", name): (name, [(path.name, rank[name]) for path, rank in zip(self.files, shards)])
             for name in shards[0]
         }
+        self._layouts: dict[str, tuple[TensorInfo, list[LocatedShard]]] = {}
 
     def names(self) -> list[str]:
-        return list(self._tensors)
+        return list(self._shards)
 
     def infos(self, expected: Mapping[str, Shape]) -> dict[str, TensorInfo]:
-        return {name: tensor.info(expected.get(name)) for name, tensor in self._tensors.items()}
+        return {name: self._layout(name, expected.get(name))[0] for name in self._shards}
 
     def read(self, name: str) -> torch.Tensor:
-        tensor = self._tensors[name]
-        return assemble(name, tensor.info(), tensor.located_shards())
+        return assemble(name, *self._layout(name))
+
+    def _layout(self, name: str, expected: Shape | None = None) -> tuple[TensorInfo, list[LocatedShard]]:
+        """See `layout_of`; the first call decides. expected: shape of the tensor in the model, if known."""
+        if name not in self._layouts:
+            self._layouts[name] = layout_of(*self._shards[name], expected)
+        return self._layouts[name]
 
 
 # ---- one tensor on all ranks ----------------------------------------------------------------------------------------
 
 
-#: file name, offset in the full tensor, contents
-LocatedShard = tuple[str, Shape, torch.Tensor]
+def layout_of(
+    name: str, shards: list[tuple[str, "RankShard"]], expected: Shape | None
+) -> tuple[TensorInfo, list[LocatedShard]]:
+    """The full tensor, and every shard with its offset in it.
 
-
-class _Sharded(ABC):
-    """The shards of one tensor, in the order of ranks."""
-
-    def __init__(self, name: str, origins: list[str], shards: list):
-        self.name, self.origins, self.shards = name, origins, shards
-
-    def info(self, expected: Shape | None = None) -> TensorInfo:
-        """Return shape and dtype of the full tensor; `expected` is its shape in the model, if known."""
-        return TensorInfo(self.shards[0].shape, next(local.dtype for _, _, local in self.located_shards()))
-
-    @abstractmethod
-    def located_shards(self) -> Iterator[LocatedShard]:
-        """Yield every shard with its offset in the full tensor."""
-
-
-class _DTensorShards(_Sharded):
-    def located_shards(self) -> Iterator[LocatedShard]:
-        mesh_shape = [1 + max(axis) for axis in zip(*(shard.coordinate for shard in self.shards))]
-        for origin, shard in zip(self.origins, self.shards):
-            offset, size = [0] * len(shard.shape), list(shard.shape)
-            for ranks, index, dim in zip(mesh_shape, shard.coordinate, shard.placements):
-                if dim is not None:  # as torch.chunk: all chunks but the last have the same length
-                    length = -(-size[dim] // ranks)
-                    start = min(index * length, size[dim])
-                    offset[dim], size[dim] = offset[dim] + start, min(length, size[dim] - start)
-            if tuple(size) != shard.local.shape:
-                raise ValueError(
-                    f"{origin}: its shard of {self.name} has shape {tuple(shard.local.shape)}, expected {tuple(size)}"
-                )
-            yield origin, tuple(offset), shard.local
-
-
-class _ShardedTensorShards(_Sharded):
-    def located_shards(self) -> Iterator[LocatedShard]:
-        for origin, shard in zip(self.origins, self.shards):
-            yield from ((origin, offset, local) for offset, local in shard.local_shards)
-
-
-class _PlainShards(_Sharded):
-    """Plain tensors, which are replicas or row shards. The shape in the model decides."""
-
-    replicated: bool | None = None
-
-    def info(self, expected: Shape | None = None) -> TensorInfo:
-        if self.replicated is None:
-            self.replicated = self._are_replicas(expected)
-        first = self.shards[0]
-        if self.replicated:
-            return TensorInfo(tuple(first.shape), first.dtype)
-        return TensorInfo((sum(len(shard) for shard in self.shards), *first.shape[1:]), first.dtype)
-
-    def _are_replicas(self, expected: Shape | None) -> bool:
-        shapes = [tuple(shard.shape) for shard in self.shards]
-        if len(shapes) == 1 or all(shape == expected for shape in shapes):
-            return True
-        rows = [shape[0] if shape else 0 for shape in shapes]
-        if expected and all(s[1:] == expected[1:] for s in shapes if s) and sum(rows) == expected[0]:
-            return False
-        raise ValueError(
-            f"{self.name} is a plain tensor of shapes {shapes} in the rank files: expected replicas or row shards of "
-            f"{'a tensor of the model' if expected is None else expected}"
-        )
-
-    def located_shards(self) -> Iterator[LocatedShard]:
-        row = 0
-        for origin, shard in zip(self.origins, self.shards):
-            yield origin, (row, *[0] * (shard.dim() - 1)) if shard.dim() else (), shard
-            row += 0 if self.replicated else len(shard)
-
-
-def _sharded(name: str, origins: list[str], shards: list) -> _Sharded:
-    classes = {DTensorShard: _DTensorShards, ShardedTensorShard: _ShardedTensorShards, torch.Tensor: _PlainShards}
-    types = {type(shard) for shard in shards}
+    Args:
+        name: of the tensor.
+        shards: (file name, what it has of the tensor), in the order of ranks.
+        expected: shape of the tensor in the model, if known.
+    """
+    contents = [shard for _, shard in shards]
+    types = {type(shard) for shard in contents}
     if len(types) != 1:
         raise ValueError(f"{name}: expected one type on all ranks, found {sorted(t.__name__ for t in types)}")
-    cls = classes[types.pop()]
-    layouts = {(s.shape, s.placements) if cls is _DTensorShards else s.shape for s in shards}
-    if cls is not _PlainShards and len(layouts) != 1:
+    if torch.Tensor in types:
+        shape, offsets = _plain_layout(name, contents, expected)
+        located = [(origin, offset, shard) for (origin, shard), offset in zip(shards, offsets)]
+        return TensorInfo(shape, contents[0].dtype), located
+    layouts = {(shard.shape, getattr(shard, "placements", ())) for shard in contents}
+    if len(layouts) != 1:
         raise ValueError(f"{name}: the rank files disagree on its shape or placements: {sorted(map(str, layouts))}")
-    return cls(name, origins, shards)
+    if DTensorShard in types:
+        mesh_shape = [1 + max(axis) for axis in zip(*(shard.coordinate for shard in contents))]
+        located = [(origin, _dtensor_offset(name, origin, shard, mesh_shape), shard.local) for origin, shard in shards]
+    else:
+        located = [(origin, offset, local) for origin, shard in shards for offset, local in shard.local_shards]
+    return TensorInfo(contents[0].shape, located[0][2].dtype), located
+
+
+def _dtensor_offset(name: str, origin: str, shard: "DTensorShard", mesh_shape: list[int]) -> Shape:
+    offset, size = [0] * len(shard.shape), list(shard.shape)
+    for ranks, index, dim in zip(mesh_shape, shard.coordinate, shard.placements):
+        if dim is not None:  # as torch.chunk: all chunks but the last have the same length
+            length = -(-size[dim] // ranks)
+            start = min(index * length, size[dim])
+            offset[dim], size[dim] = offset[dim] + start, min(length, size[dim] - start)
+    if tuple(size) != shard.local.shape:
+        raise ValueError(f"{origin}: its shard of {name} has shape {tuple(shard.local.shape)}, expected {tuple(size)}")
+    return tuple(offset)
+
+
+def _plain_layout(name: str, shards: list[torch.Tensor], expected: Shape | None) -> tuple[Shape, list[Shape]]:
+    """Shape of the full tensor, and the offsets of replicas or row shards: the shape in the model decides."""
+    shapes = [tuple(shard.shape) for shard in shards]
+    if len(shapes) == 1 or all(shape == expected for shape in shapes):
+        return shapes[0], [(0,) * len(shape) for shape in shapes]
+    rows = [shape[0] if shape else 0 for shape in shapes]
+    if expected and all(shape[1:] == expected[1:] for shape in shapes if shape) and sum(rows) == expected[0]:
+        return expected, [(start, *(0,) * (len(expected) - 1)) for start in accumulate(rows[:-1], initial=0)]
+    raise ValueError(
+        f"{name} is a plain tensor of shapes {shapes} in the rank files: expected replicas or row shards of "
+        f"{'a tensor of the model' if expected is None else expected}"
+    )
 
 
 # ---- one rank file --------------------------------------------------------------------------------------------------
