@@ -19,7 +19,7 @@ from verl.protocol import DataProto
 from verl.recipe.prime.worker import PrimeConfig, PrimeSection, PromptFilterConfig
 from verl.trainer.output.metrics import group_rows
 from verl.trainer.ppo.dynamic_sampling import PromptQueue, queue_prompts
-from verl.trainer.ppo.operators import SEQUENCES, Roles, Update, UpdatePlan, sequence_columns
+from verl.trainer.ppo.operators import SEQUENCES, Roles, Update, sequence_columns
 
 
 class PromptFilter:
@@ -116,10 +116,9 @@ def prime_flow(flow: DataFlow, config: PrimeConfig, roles: Roles, stop_token_ids
         flow.insert_after(
             "reward", Operator("filter_prompts", prompt_filter, reads=("uid", "responses", "attention_mask"))
         )
-    plan = UpdatePlan(prime.ppo_mini_batch_size * n, epochs=1, shuffle=False, seed=config.trainer.seed)
     update = Operator(
         "update_prm",
-        Update(roles, "prm", "update_prm", plan),
+        Update(roles, "prm", "update_prm", prime.ppo_mini_batch_size * n),
         reads=(*SEQUENCES, "ref_log_prob", "response_mask", "acc"),
     )
     score = Operator("prm", process_rewards(roles, prime), (*SEQUENCES, "ref_log_prob", "response_mask"), "rm_scores")

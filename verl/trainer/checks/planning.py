@@ -155,7 +155,7 @@ def _devices(config: schema.Config) -> int:
 
 
 def _search(config: schema.Config, plan: Plan) -> "Search":
-    from verl.planner.search import MEGATRON_SIZES, ROLLOUT_SIZES, Search, Space
+    from verl.planner.search import MEGATRON_SIZES, ROLLOUT_SIZES, Search
 
     rollout, policy = config.actor_rollout_ref.rollout, config.actor_rollout_ref
     job = replace(plan.job, roles=tuple(role for role in plan.job.roles if role.name != "rollout"))
@@ -167,7 +167,7 @@ def _search(config: schema.Config, plan: Plan) -> "Search":
         free = () if policy.actor.megatron.virtual_pipeline_model_parallel_size else MEGATRON_SIZES
         models = tuple(dict.fromkeys(((now.tensor, now.pipeline), *free)))
     # a rollout with separate devices idles during training, unless training is asynchronous
-    return Search(job, plan.device, Space(job.overlaps, sizes, models, expert_sizes=None, same_sizes=True))
+    return Search(job, plan.device, job.overlaps, sizes, models, expert_sizes=None, same_sizes=True)
 
 
 def _nothing_fits(config: schema.Config, plan: Plan) -> str:

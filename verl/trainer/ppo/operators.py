@@ -380,40 +380,19 @@ def advantage(algorithm: schema.AlgorithmConfig) -> Callable[[DataProto], DataPr
     return adv
 
 
-@dataclass(frozen=True)
-class UpdatePlan:
-    """How a batch is split into optimizer steps.
-
-    Args:
-        mini_batch_rows: rows of one optimizer step, over all ranks.
-        epochs: passes over the batch.
-        shuffle: shuffle each pass; the order depends on seed and step.
-        seed: seed of the shuffle.
-        warmup: training steps without an update, while only the critic is trained.
-        rows_per_unit: consecutive rows that stay together (2 for preference pairs).
-    """
-
-    mini_batch_rows: int
-    epochs: int = 1
-    shuffle: bool = False
-    seed: int = 0
-    warmup: int = 0
-    rows_per_unit: int = 1
-
-
-def order_rows_for_ranks(lengths: Sequence[int], plan: UpdatePlan, ranks: int, seed: int) -> list[int]:
+def order_rows_for_ranks(lengths: Sequence[int], update: "Update", ranks: int, seed: int) -> list[int]:
     """Order the units of one pass so that splitting them evenly gives each rank its share of every mini-batch.
 
     A mini-batch contains the same rows for any number of ranks. The shares of the ranks have about the same number of
     tokens. lengths: tokens of each unit.
     """
     rows = list(range(len(lengths)))
-    if plan.shuffle:
+    if update.shuffle:
         rows = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
     if ranks == 1:
         return rows
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    size = plan.mini_batch_rows // plan.rows_per_unit
+    size = update.mini_batch_rows // update.rows_per_unit
     for start in range(0, len(rows), size):
         mini = rows[start : start + size]
         for share, members in zip(shares, balanced_partition([lengths[i] for i in mini], ranks, equal_size=True)):
@@ -429,33 +408,47 @@ def update_rows(batch: DataProto) -> DataProto:
     return rows
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Update:
-    """Updates the actor or the critic: calls `method` of the role's workers once per pass."""
+    """Updates the actor or the critic: calls `method` of the role's workers once per pass.
 
-    def __init__(self, roles: Roles, role: str, method: str, plan: UpdatePlan):
-        self.roles = roles
-        self.role = role
-        self.method = method
-        self.plan = plan
+    Args:
+        mini_batch_rows: rows of one optimizer step, over all ranks.
+        epochs: passes over the batch.
+        shuffle: shuffle each pass; the order depends on seed and step.
+        seed: seed of the shuffle.
+        warmup: training steps without an update, while only the critic is trained.
+        rows_per_unit: consecutive rows that stay together (2 for preference pairs).
+    """
+
+    roles: Roles
+    role: str
+    method: str
+    mini_batch_rows: int
+    epochs: int = 1
+    shuffle: bool = False
+    seed: int = 0
+    warmup: int = 0
+    rows_per_unit: int = 1
 
     def __call__(self, batch: DataProto) -> None:
-        step, plan = batch.meta_info["global_step"], self.plan
+        step, unit_rows = batch.meta_info["global_step"], self.rows_per_unit
         if step < 1:
             raise ValueError(
                 f"training steps are numbered from 1, found global_step {step}: call trainer.step(), or increment "
                 "trainer.global_step before pipeline.run()"
             )
-        if step <= plan.warmup:
+        if step <= self.warmup:
             return
         group = self.roles[self.role]
         ranks = group.layout().dp_size
         rows = update_rows(batch)
-        lengths = rows.batch["attention_mask"].sum(1).view(-1, plan.rows_per_unit).sum(1).tolist()
+        lengths = rows.batch["attention_mask"].sum(1).view(-1, unit_rows).sum(1).tolist()
         sums = MetricSums()
-        for epoch in range(plan.epochs):
-            units = order_rows_for_ranks(lengths, plan, ranks, fork_seed(plan.seed, step, epoch))
-            order = [unit * plan.rows_per_unit + i for unit in units for i in range(plan.rows_per_unit)]
+        for epoch in range(self.epochs):
+            units = order_rows_for_ranks(lengths, self, ranks, fork_seed(self.seed, step, epoch))
+            order = [unit * unit_rows + i for unit in units for i in range(unit_rows)]
             ordered = rows if order == list(range(len(order))) else rows[order]
-            ordered.meta_info.update(mini_batch_rows=plan.mini_batch_rows, last_pass=epoch == plan.epochs - 1)
+            ordered.meta_info.update(mini_batch_rows=self.mini_batch_rows, last_pass=epoch == self.epochs - 1)
             sums.add(group.submit(self.method, ordered).get())
         batch.meta_info["metrics"] = {name: total / count for name, (total, count) in sums.result().items()}
