@@ -8,6 +8,7 @@ writes.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from verl.trainer.ppo.dynamic_sampling import PromptQueue, queue_prompts
 from verl.trainer.ppo.operators import SEQUENCES, Roles, Update, sequence_columns
 
 
+@dataclass(eq=False, repr=False)
 class PromptFilter:
     """Selects `num_prompts` of the generated prompts: those of medium accuracy first, then others.
 
@@ -35,19 +37,11 @@ class PromptFilter:
         stop_token_ids: the end tokens.
     """
 
-    def __init__(
-        self,
-        config: PromptFilterConfig,
-        queue: PromptQueue,
-        num_prompts: int,
-        response_length: int,
-        stop_token_ids: tuple[int, ...],
-    ):
-        self.config = config
-        self.queue = queue
-        self.num_prompts = num_prompts
-        self.response_length = response_length
-        self.stop_token_ids = torch.tensor(stop_token_ids)
+    config: PromptFilterConfig
+    queue: PromptQueue
+    num_prompts: int
+    response_length: int
+    stop_token_ids: tuple[int, ...]
 
     def __call__(self, batch: DataProto) -> DataProto:
         accuracy = outcomes(batch)
@@ -77,7 +71,7 @@ class PromptFilter:
         responses = batch.batch["responses"]
         lengths = batch.batch["attention_mask"][:, -responses.shape[1] :].sum(1)
         last = responses.gather(1, (lengths - 1).clamp(min=0)[:, None]).squeeze(1)
-        return (lengths == self.response_length) & ~torch.isin(last, self.stop_token_ids)
+        return (lengths == self.response_length) & ~torch.isin(last, torch.tensor(self.stop_token_ids))
 
 
 def outcomes(batch: DataProto) -> torch.Tensor:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -38,6 +38,7 @@ _IDLE_SECONDS = 0.1  # between two polls of an idle producer
 _JOIN_SECONDS = 10.0  # for the producer to end, once the workers have ended
 
 
+@dataclass(eq=False, repr=False)
 class Generation:
     """Generation in the background, on the rollout's own devices.
 
@@ -46,10 +47,11 @@ class Generation:
         partial: interrupt requests for a push of weights; otherwise wait for their trajectories.
     """
 
-    def __init__(self, roles: Roles, with_columns: bool, partial: bool):
-        self.roles = roles
-        self.with_columns = with_columns
-        self.partial = partial
+    roles: Roles
+    with_columns: bool
+    partial: bool
+
+    def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
@@ -106,14 +108,14 @@ class Generation:
         rollout.resume_generation()
 
 
+@dataclass(eq=False, repr=False)
 class FilterGroups:
     """`filter_groups` of asynchronous training: drops zero-variance groups as they arrive; others are generated.
 
     The limits of `sampling`, the operator of synchronous training, hold for the groups of each training batch.
     """
 
-    def __init__(self, sampling: DynamicSampling):
-        self.sampling = sampling
+    sampling: DynamicSampling
 
     def __call__(self, batch: DataProto) -> object:
         kept, _ = self.sampling.count(batch)

@@ -206,6 +206,7 @@ def free_rollout_cache(roles: Roles) -> Callable[[DataProto], None]:
     return free
 
 
+@dataclass(eq=False, repr=False)
 class Reward:
     """Scores the responses with the reward manager.
 
@@ -215,9 +216,8 @@ class Reward:
             nothing can be learned. All values of a sample are moved together, so that no estimator sees the true ones.
     """
 
-    def __init__(self, manager: RewardManager, shuffle_seed: int | None = None):
-        self.manager = manager
-        self.shuffle_seed = shuffle_seed
+    manager: RewardManager
+    shuffle_seed: int | None = None
 
     def __call__(self, batch: DataProto) -> DataProto:
         rewards = self.manager(batch, return_dict=True)
@@ -259,17 +259,17 @@ def model_scores(roles: Roles) -> Callable[[DataProto], DataProto]:
     return rm
 
 
+@dataclass(eq=False, repr=False)
 class GreedyBaseline:
     """The reward of one greedy response to each prompt (ReMax, Li et al. 2023, arXiv 2310.10505).
 
     Two operators: `generate`, directly after the samples while the rollout is awake, and `score`.
     """
 
-    def __init__(self, config: schema.Config, roles: Roles, manager: RewardManager):
-        self.config = config
-        self.roles = roles
-        self.manager = manager
-        self._responses: DataProto | None = None  # one row per prompt, between the two operators of one pass
+    config: schema.Config
+    roles: Roles
+    manager: RewardManager
+    _responses: DataProto | None = None  # one row per prompt, between the two operators of one pass
 
     def generate(self, batch: DataProto) -> None:
         """Generate a greedy response to every prompt of the batch."""
@@ -335,15 +335,15 @@ def infer(roles: Roles, role: str, method: str) -> Callable[[DataProto], DataPro
     return infer_sequences
 
 
+@dataclass(eq=False, repr=False)
 class KLInReward(Stateful):
     """reward_t <- reward_t - coefficient * KL_t, by a kind of `kl_penalty`. The coefficient may adapt, so it is state.
 
     The penalty is subtracted from the current rewards, so changes by earlier operators are kept.
     """
 
-    def __init__(self, controller: FixedKLController, kl_estimator: str):
-        self.controller = controller
-        self.kl_estimator = kl_estimator
+    controller: FixedKLController
+    kl_estimator: str
 
     def __call__(self, batch: DataProto) -> DataProto:
         columns = batch.tensors
