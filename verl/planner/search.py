@@ -57,7 +57,6 @@ class Search:
 
     Args:
         job: the run, without a role `rollout`.
-        device: the device.
         separate_rollout: the rollout may have separate devices; in asynchronous training it always has.
         rollout_sizes: tensor-parallel sizes of the rollout.
         model_sizes: (tensor, pipeline) sizes of training; None: those of the job.
@@ -277,7 +276,6 @@ def first_that_fits(job: Job, device: Device, plan_of: Callable[[Change], Plan |
 
     Args:
         job: the run that does not fit.
-        device: the device.
         plan_of: the plan with a change; None if there is none.
     """
     single = [change for change in _changes(job, device) if change.settings]

@@ -176,7 +176,6 @@ def check_registered(config: Schema, registered: Mapping[str, Collection[str]]) 
     """Names of engines and agent loops that nothing has registered. Call after `imports` are loaded.
 
     Args:
-        config: the configuration.
         registered: end of a key, as in `REGISTERED_KINDS` -> the registered names. Other keys are not checked.
 
     Returns:

@@ -91,10 +91,7 @@ def warn_of_narrow_weights(config: Schema) -> None:
 
 def check_model(model: schema.ModelConfig, kind: str) -> None:
     """The config of a model can be read, accepts its overrides, and fits its use (`verl.engines.loading.check_model`).
-
-    Raises:
-        ValueError: it does not.
-    """
+    Otherwise ValueError."""
     readable_config(model.path, model.override_config, model.trust_remote_code)
     loading.check_model(model, kind)
 

@@ -268,7 +268,6 @@ def job_of(config: schema.Config, shapes: Mapping[str, ModelShape], names: Seque
     """The job that a configuration describes. Every response counts with its maximum length.
 
     Args:
-        config: the configuration.
         shapes: role -> its model, of the roles in `names`.
         names: roles with separate workers, the actor first.
         on_gpu: whether it runs on GPUs, which decides dtypes.

@@ -240,12 +240,7 @@ def skip_old_log_prob(flow: DataFlow, config: schema.Config) -> DataFlow:
 
 
 class PPORunner(FlowRunner):
-    """Runs generation and training one after the other.
-
-    Args:
-        view: the run.
-        weights: the weights of the rollout.
-    """
+    """Runs generation and training one after the other."""
 
     def __init__(self, view: RunView, weights: "RolloutWeights"):
         super().__init__(view)

@@ -40,15 +40,9 @@ def prepare_run(
     """Read the arguments of a trainer, choose the cluster, and run the checks up to CONFIG.
 
     Args:
-        config: a configuration of the schema of the recipe, a dictionary or a file.
-        config_path: a file; the same as `config`.
-        overrides: "key=value" strings or a dictionary.
-        train_dataset, val_dataset: rows, a dataset, or a path or a list of paths.
-        rewards: argument name -> reward, at most one that is not None. A string names a registered reward function.
-        model: a model object of transformers; requires `tokenizer`.
+        rewards: argument name -> reward, at most one that is not None.
         settings: further settings; None is not set.
-        cluster: where the workers run; None: `make_cluster` chooses.
-        backend: of that cluster; None: `trainer.backend`.
+        backend: of the cluster that is chosen; None: `trainer.backend`. Other arguments as of `PPOTrainer`.
 
     Raises:
         ValueError: two arguments exclude each other, or one is not supported.
