@@ -116,7 +116,7 @@ class Runs:
 
     def faults(self, name: str, trial: Trial, pid: int) -> Iterator[str]:
         """What a run does that it should not. pid: of the run with the fault; it is resumed here."""
-        from verl.trainer.state.verify_resume import compare
+        from verl.cli.verify_resume import compare
 
         status = wait(pid)
         if status != trial.status:

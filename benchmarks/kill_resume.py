@@ -105,7 +105,7 @@ def steps_once(straight: Path, killed: Path) -> list[str]:
 
 
 def bit_for_bit(straight: Path, killed: Path) -> list[str]:
-    from verl.trainer.state.verify_resume import compare
+    from verl.cli.verify_resume import compare
 
     return [*steps_once(straight, killed), *compare(straight, killed, LAST).differences]
 

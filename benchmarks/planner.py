@@ -35,8 +35,8 @@ from planner_records import compared, recorded_lines
 from verl.planner import devices
 from verl.planner.devices import Device
 from verl.planner.placement import Plan, plan_groups
-from verl.planner.settings import job_of
 from verl.planner.shapes import ModelShape
+from verl.trainer.checks.planning import job_of
 
 ROOT = Path(__file__).resolve().parents[1]
 #: hidden, MLP, layers, heads, key heads, vocabulary, tied, prompts, samples, prompt tokens, new tokens

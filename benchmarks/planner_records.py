@@ -22,9 +22,9 @@ from vision_inputs import VISION_SUITES, vision_model_config
 from verl.planner.devices import GIB, Device
 from verl.planner.memory import total
 from verl.planner.placement import plan_groups
-from verl.planner.settings import groups_of, job_of
 from verl.planner.shapes import ModelShape, built_in
 from verl.planner.workload import Job, Role
+from verl.trainer.checks.planning import groups_of, job_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

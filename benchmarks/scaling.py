@@ -19,7 +19,7 @@ from typing import Any
 from verl.planner import devices, shapes, step_time
 from verl.planner.placement import Plan
 from verl.planner.report import format_placement
-from verl.planner.search import MEGATRON_SIZES, Partition, Search, Space
+from verl.planner.search import MEGATRON_SIZES, Partition, Search
 from verl.planner.workload import Job, Layout, Role
 
 #: 200 Gb/s per machine, of which collectives reach nine tenths
@@ -70,7 +70,7 @@ def named_placements(names: Sequence[str]) -> dict[str, Partition]:
 def simulate(algorithm: str, policy: str, values: str | None = None) -> list[dict[str, Any]]:
     """One line per number of devices."""
     job = job_of(algorithm, policy, values)
-    search = Search(job, TESTBED, Space(separate_rollout=False, model_sizes=MEGATRON_SIZES))
+    search = Search(job, TESTBED, separate_rollout=False, model_sizes=MEGATRON_SIZES)
     lines = []
     for count in DEVICES:
         start = time.perf_counter()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # installed or not
 
-from verl.tracking.metric_names import metrics
+from verl.tracking.report.report import metrics
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 MARK = "<!-- tables -->\n"

@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 
 from tests.pages import Shell
-from verl.tracking.metric_names import find
+from verl.tracking.report.report import find
 
 
 @functools.cache

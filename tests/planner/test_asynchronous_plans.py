@@ -10,8 +10,8 @@ from verl.planner.devices import GIB
 from verl.planner.placement import Group, Plan, is_possible, plan_groups, step_seconds
 from verl.planner.report import choice_lines
 from verl.planner.search import Search
-from verl.planner.settings import overrides_of
 from verl.planner.shapes import built_in
+from verl.trainer.checks.planning import overrides_of
 
 SECOND = replace(H200, step_seconds=0.25)
 ASYNC = replace(job_of(roles=("actor", "ref")), overlaps=True)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.planner.test_planner import H200, job_of
 from verl.planner.placement import STAGES, Group
-from verl.planner.search import NEAR, Search, Space
+from verl.planner.search import NEAR, Search
 
 
 class TableSearch(Search):
@@ -33,7 +33,7 @@ class TableSearch(Search):
         overlaps: bool = False,
     ):
         job = replace(job_of(roles=roles, strict=False), overlaps=overlaps)
-        super().__init__(job, H200, Space(separate_rollout=separate_rollout))
+        super().__init__(job, H200, separate_rollout=separate_rollout)
         self._random, self._values, self._missing = random.Random(seed), values, missing
 
     def _best_group(self, names: tuple[str, ...], split: bool, devices: int) -> Group | None:

@@ -14,7 +14,6 @@ from verl.config import load_config
 from verl.planner.devices import GIB
 from verl.planner.placement import plan_groups, role_seconds
 from verl.planner.report import time_lines
-from verl.planner.settings import job_of as settings_job
 from verl.planner.shapes import VisionShape, built_in
 from verl.planner.step_time import (
     all_reduce_seconds,
@@ -28,6 +27,7 @@ from verl.planner.step_time import (
     update_seconds,
 )
 from verl.planner.workload import Layout, Tokens
+from verl.trainer.checks.planning import job_of as settings_job
 
 ROOT = Path(__file__).parents[2]
 #: 900 parameters of the tower in 3 layers of hidden size 16 and MLP 32; 4 patches of a token, 12 values of a patch

@@ -14,7 +14,7 @@ from verl.protocol import DataProto
 from verl.recipe.dpo import DPOTrainer
 from verl.recipe.dpo.flow import pairs
 from verl.recipe.dpo.worker import DPOActorWorker, DPOConfig, sequence_weights
-from verl.trainer.ppo.operators import Update, UpdatePlan
+from verl.trainer.ppo.operators import Update
 
 
 def test_pairs_by_hand():
@@ -118,7 +118,7 @@ def test_the_rows_of_a_pair_go_to_one_rank():
     attention = torch.arange(9)[None] < torch.tensor(lengths)[:, None]
     batch = DataProto({"attention_mask": attention.long(), "row": torch.arange(16)}, meta_info={"global_step": 1})
     ranks = Ranks()
-    Update({"actor": ranks}, "actor", "update_dpo", UpdatePlan(8, epochs=2, shuffle=True, rows_per_unit=2))(batch)
+    Update({"actor": ranks}, "actor", "update_dpo", 8, epochs=2, shuffle=True, rows_per_unit=2)(batch)
     for given in ranks.given:
         assert sorted(given) == list(range(16))
         assert all(b == a + 1 and a % 2 == 0 for a, b in zip(given[::2], given[1::2]))

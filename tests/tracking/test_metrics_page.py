@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from scripts.metrics_page import PAGE, text
-from verl.tracking.metric_names import describe, find, metrics
+from verl.tracking.report.report import describe, find, metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOSED = [pattern for metric in metrics() for pattern in metric.patterns if not pattern.endswith("/*")]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.pages import DOCS, blocks, commands
-from verl.tracking.metric_names import find
+from verl.tracking.report.report import find
 from verl.tracking.trackers import TRACKER_REGISTRY
 from verl.tracking.tracking import Tracking
 

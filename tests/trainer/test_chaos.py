@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.runs import fit
+from verl.cli.verify_resume import compare
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.main_ppo import main
-from verl.trainer.state.verify_resume import compare
 
 ROOT = Path(__file__).resolve().parents[2]
 GRPO = ["algorithm.name=grpo", "trainer.save_freq=1", "trainer.total_training_steps=4"]

@@ -72,14 +72,14 @@ def test_the_settings_of_the_smallest_change_make_the_run_fit(settings, on_gpu, 
     run += [f"{model}.enable_gradient_checkpointing=false" for model in ("actor_rollout_ref.model", "critic.model")]
     names = ["actor", "critic"]
     on_gpu()
-    tensors = planning.estimate(load_config(overrides=run), names).plan.peak - H200.reserved
+    tensors = planning.estimate(load_config(overrides=run), names).peak - H200.reserved
     on_gpu(memory=H200.reserved + share * tensors)
     before = planning.estimate(load_config(overrides=run), names)
-    change, plan = before.change()
-    assert not before.plan.fits and plan.fits and change.factor == 1
+    change, plan = planning.smallest_change(before)
+    assert not before.fits and plan.fits and change.factor == 1
     settings = [f"{key}={value}" for key, value in change.settings.items()]
     after = planning.estimate(load_config(overrides=[*run, *settings]), names)
-    assert after.plan.fits and after.plan.peak == plan.peak
+    assert after.fits and after.peak == plan.peak
 
 
 def test_the_keys_of_megatron_are_in_the_estimate(settings, on_gpu):
@@ -91,12 +91,12 @@ def test_the_keys_of_megatron_are_in_the_estimate(settings, on_gpu):
     run += [f"{actor}megatron.{key}={size}" for key, size in sizes.items()]
     run += [f"{actor}megatron.override_transformer_config.recompute_granularity=full"]
     found = planning.estimate(load_config(overrides=run), ["actor", "critic"])
-    role, critic = (found.plan.groups[0].roles[i] for i in (0, 1))
+    role, critic = (found.groups[0].roles[i] for i in (0, 1))
     assert (role.layout.tensor, role.layout.pipeline, role.layout.sequence, role.layout.data) == (2, 2, 2, 1)
     assert critic.layout == role.layout  # its sizes are those of the actor unless they are set
     assert (role.weight_bytes, role.compute_bytes, role.checkpointing, critic.checkpointing) == (2, 2, True, "auto")
-    items = found.plan.groups[0].memory["update of the actor"]
-    assert items["gradients"] == found.plan.groups[0].memory["generation"]["gradients"]  # their buffers stay
+    items = found.groups[0].memory["update of the actor"]
+    assert items["gradients"] == found.groups[0].memory["generation"]["gradients"]  # their buffers stay
     both = role.parameters + critic.parameters
     # weights and gradients over t p = 4 ranks, master weights and moments over all
     assert items["weights"] == 2 * both / 4 and items["gradients"] == 4 * both / 4
@@ -104,7 +104,7 @@ def test_the_keys_of_megatron_are_in_the_estimate(settings, on_gpu):
     whole = planning.estimate(
         load_config(overrides=[*run, f"{actor}megatron.use_distributed_optimizer=false"]), ["actor"]
     )
-    assert whole.plan.groups[0].memory["update of the actor"]["optimizer"] == 12 * role.parameters / 4
+    assert whole.groups[0].memory["update of the actor"]["optimizer"] == 12 * role.parameters / 4
     with pytest.raises(ValueError, match=r"megatron for some roles only \(actor: megatron, critic: fsdp\)"):
         planning.estimate(load_config(overrides=[*run, "critic.strategy=fsdp"]), ["actor", "critic"])
 

@@ -5,8 +5,7 @@ import json
 import torch
 from safetensors.torch import save_file
 
-from verl.cli.verify_resume import main
-from verl.trainer.state.verify_resume import compare
+from verl.cli.verify_resume import compare, main
 
 SETTINGS = ["algorithm.adv_estimator=grpo", "--steps", "2"]
 

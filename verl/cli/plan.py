@@ -120,16 +120,7 @@ def _simulate(arguments: list[str]) -> int:
     """Print the best placement of a simulated run and its memory."""
     from verl.planner import devices, report
     from verl.planner.placement import Plan
-    from verl.planner.search import (
-        MEGATRON_SIZES,
-        ROLLOUT_SIZES,
-        Change,
-        Search,
-        Space,
-        describe,
-        first_that_fits,
-        preferred,
-    )
+    from verl.planner.search import MEGATRON_SIZES, Change, Search, first_that_fits, preferred
     from verl.planner.workload import Job
 
     args = _parser().parse_args(arguments)
@@ -139,13 +130,13 @@ def _simulate(arguments: list[str]) -> int:
         print(console_text(f"error: {error}"), file=sys.stderr)
         return _WRONG
     sizes = MEGATRON_SIZES if job.model_parallel else None
-    space = Space(separate_rollout=False, rollout_sizes=ROLLOUT_SIZES, model_sizes=sizes)
     print(console_text("\n".join([*_model_lines(job), *_workload_lines(args, device.name)])))
 
     def plans_of(job: Job, gpus: int, count: int) -> list[Plan]:
         """The plans with the largest share of the memory for the rollout with which there are any."""
         for share in MEMORY_SHARES if job.traits.own_memory_share else (job.memory_share,):
-            if plans := Search(replace(job, memory_share=share), device, space).plans(gpus, count):
+            job = replace(job, memory_share=share)
+            if plans := Search(job, device, separate_rollout=False, model_sizes=sizes).plans(gpus, count):
                 return plans
         return []
 
@@ -163,14 +154,8 @@ def _simulate(arguments: list[str]) -> int:
         return plans[0] if plans else None
 
     fix = first_that_fits(job, device, plan_of)
-    if fix is None:
-        print("no change of micro-batches, checkpointing, offloading, LoRA or up to 128 times the devices fits")
-    else:
-        change, plan = fix
-        print(
-            f"smallest change that fits ({report.gib(plan.peak)} GiB): {describe(change, plan)}: "
-            f"{report.format_placement(plan)}"
-        )
+    placement = f": {report.format_placement(fix[1])}" if fix is not None else ""
+    print(f"{report.describe_change(fix)}{placement}")
     return 1
 
 

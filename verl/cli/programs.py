@@ -25,7 +25,6 @@ class Command:
     """A subcommand that passes its arguments on.
 
     Attributes:
-        name: the subcommand.
         module: has `main(arguments, program) -> exit status`, or a function that is named after a colon.
         help: one line for `verl --help`.
         schema: name in `verl.cli.config.SCHEMAS` of the schema whose keys the shell completes; "": none.

@@ -163,7 +163,7 @@ def load(
     """
     from pydantic import ValidationError
 
-    from verl.cli.tensor_parallel import served_engine
+    from verl.cli.tensor_parallel import ServedEngine
     from verl.config import schema
     from verl.config.inputs import check_model_path
     from verl.data.tokenization import load_tokenizer
@@ -196,7 +196,7 @@ def load(
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     params = SamplingParams(max_tokens, stop_token_ids(model.path, tokenizer))
     served = ServedModel(name, tokenizer, params, vocab_size=limits.vocab_size, max_model_len=max_model_len)
-    with served_engine(config, model, device, pad, imports) as made:
+    with ServedEngine(config, model, device, pad, imports).serving() as made:
         yield made, replace(served, sampling_keys=made.sampling_keys)
 
 

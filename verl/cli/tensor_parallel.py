@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -31,13 +31,14 @@ _CPU_RANKS = 8  # processes on a CPU with fewer cores
 
 @dataclass(frozen=True)
 class ServedEngine:
-    """The settings from which each rank makes its engine.
+    """The engine, and the settings from which each rank makes its own.
 
     Args:
-        config: the `rollout` section.
+        config: the `rollout` section; its `tensor_model_parallel_size` ranks hold the model together.
         model: the `model` section.
         device: auto, cpu or cuda.
         pad_token_id: for engines that pad.
+        imports: files and modules that the other ranks import first.
         port: a free port, on which rank 0 listens for the others.
     """
 
@@ -45,7 +46,8 @@ class ServedEngine:
     model: schema.ModelConfig
     device: str
     pad_token_id: int
-    port: int
+    imports: Sequence[str] = ()
+    port: int = field(default_factory=free_port)
 
     @property
     def size(self) -> int:
@@ -60,6 +62,33 @@ class ServedEngine:
         env = RolloutEnv(rank, size, rank, on, self.pad_token_id, tp_rank=rank, tp_size=size)
         return make_rollout_engine(self.config.name, self.config, self.model, env)
 
+    @contextmanager
+    def serving(self) -> Iterator[RolloutEngine]:
+        """Context in which the engine can generate.
+
+        Raises:
+            ValueError: too few GPUs, or an engine or a model that does not support this size.
+        """
+        if self.size > 1:
+            _check_devices(self.device, self.size)
+        if resolve_device(self.device).type == "cpu":
+            warn_if_oversubscribed()
+        if self.size == 1 or engine_traits(self.config.name).own_process:
+            yield self.make(0)
+            return
+        followers = _Followers(self)
+        try:
+            engine = self.make(0)
+            followers.has_made = True
+            with engine.leading():
+                try:
+                    yield engine
+                finally:
+                    followers.ending.set()
+            torch.distributed.destroy_process_group()
+        finally:
+            followers.end()
+
 
 class FollowingRank(Worker):
     """One of the ranks from 1 on."""
@@ -72,48 +101,6 @@ class FollowingRank(Worker):
         """Make the engine together with rank 0, and follow it until it has served."""
         self.served.make(1 + self.rank).follow()
         torch.distributed.destroy_process_group()
-
-
-@contextmanager
-def served_engine(
-    config: schema.RolloutEngineConfig,
-    model: schema.ModelConfig,
-    device: str,
-    pad_token_id: int,
-    imports: Sequence[str] = (),
-) -> Iterator[RolloutEngine]:
-    """Context in which the engine can generate.
-
-    Args:
-        config: the `rollout` section; its `tensor_model_parallel_size` ranks hold the model together.
-        model: the `model` section.
-        device: auto, cpu or cuda.
-        pad_token_id: for engines that pad.
-        imports: files and modules that the other ranks import first.
-
-    Raises:
-        ValueError: too few GPUs, or an engine or a model that does not support this size.
-    """
-    served = ServedEngine(config, model, device, pad_token_id, free_port())
-    if served.size > 1:
-        _check_devices(device, served.size)
-    if resolve_device(device).type == "cpu":
-        warn_if_oversubscribed()
-    if served.size == 1 or engine_traits(config.name).own_process:
-        yield served.make(0)
-        return
-    followers = _Followers(served, imports)
-    try:
-        engine = served.make(0)
-        followers.has_made = True
-        with engine.leading():
-            try:
-                yield engine
-            finally:
-                followers.ending.set()
-        torch.distributed.destroy_process_group()
-    finally:
-        followers.end()
 
 
 def _check_devices(device: str, size: int) -> None:
@@ -134,8 +121,8 @@ class _Followers:
         ending: set when the ranks are about to end.
     """
 
-    def __init__(self, served: ServedEngine, imports: Sequence[str]):
-        spec = WorkerSpec(FollowingRank, {"served": served}, tuple(imports))
+    def __init__(self, served: ServedEngine):
+        spec = WorkerSpec(FollowingRank, {"served": served}, tuple(served.imports))
         pool = make_pool({"rank": spec}, served.size - 1, timeout=math.inf, separate_process=True)
         self._group = LocalWorkerGroup(spec, served.size - 1, "rank", pool=pool)
         self.has_made = False

@@ -14,6 +14,7 @@ verl.batch -> verl.batch: padding:containers serialization:containers
 verl.utils -> verl.batch: equality:containers
 verl.checkpoints -> verl.checkpoints: boxes:shard_files
 verl.utils -> verl.checkpoints: atomic shard_files checkpoint_store:store
+verl.trainer.state -> verl.cli: verify_resume
 verl.cli -> verl.cli: check:programs examples:programs merge:programs quickstart:programs replay:runs report:runs
 verl.cli.config -> verl.cli: commands:app
 verl.cli.config -> verl.cli.config: convert:show explain:show
@@ -82,6 +83,7 @@ verl.single_controller -> verl.single_controller.ray: ray_group:cluster
 verl.single_controller.ray -> verl.single_controller.ray: heartbeats:actor_pool group:cluster runtime_env:cluster
 verl.trainer -> verl.single_controller.ray: runtime_env:cluster
 verl.tracking -> verl.tracking: summary:formatting earlier_runs:run_record step_files:runs thumbnails:trackers
+verl.tracking -> verl.tracking.report: metric_names:report
 verl.utils -> verl.tracking: alive:console headline:console progress:console curves trackers tracking
 verl.cli -> verl.trainer: train:main_ppo
 verl.experimental.fully_async_policy -> verl.trainer: fully_async_main:main_fully_async
@@ -95,7 +97,9 @@ verl.trainer.output -> verl.trainer: step_report:view
 verl.trainer -> verl.trainer.asynchronous: sample_buffer
 verl.trainer -> verl.trainer.checks: agents unused_settings:config model_limits:models planning early_checks:preflight
 verl.trainer -> verl.trainer.checks: preflight
-verl.trainer.checks -> verl.trainer.checks: algorithm:config unused_settings:config model_config:models model_limits:models
+verl.trainer.checks -> verl.trainer.checks: algorithm:config unused_settings:config model_config:models
+verl.trainer.checks -> verl.trainer.checks: model_limits:models
+verl.planner -> verl.trainer.checks: settings:planning
 verl.trainer.startup -> verl.trainer.checks: recipe:preflight
 verl.trainer -> verl.trainer.guards: validation_watch:early_stopping interruption
 verl.trainer.checks -> verl.trainer.guards: faults

@@ -1,31 +1,16 @@
 """The configuration: one typed schema, read from YAML files and `key=value` overrides."""
 
-from verl.config.checks.algorithm import check_critic
-from verl.config.checks.run import check_registered
-from verl.config.describe import batch_summary, reference_table, settings_without_effect
-from verl.config.errors import ConfigError, Problem
-from verl.config.fields import differences, to_flat_dict
-from verl.config.inputs import check_code, check_data, check_inputs, check_models
-from verl.config.load import apply_preset, dump_config, load_config, load_section
-from verl.config.schema.ppo import Config
+from verl.utils.lazy import lazy_names
 
-__all__ = [
-    "Config",
-    "ConfigError",
-    "Problem",
-    "apply_preset",
-    "batch_summary",
-    "check_code",
-    "check_critic",
-    "check_data",
-    "check_inputs",
-    "check_models",
-    "check_registered",
-    "differences",
-    "dump_config",
-    "load_config",
-    "load_section",
-    "reference_table",
-    "settings_without_effect",
-    "to_flat_dict",
-]
+_HOME = {
+    "verl.config.checks.algorithm": "check_critic",
+    "verl.config.checks.run": "check_registered",
+    "verl.config.describe": "batch_summary reference_table settings_without_effect",
+    "verl.config.errors": "ConfigError Problem",
+    "verl.config.fields": "differences to_flat_dict",
+    "verl.config.inputs": "check_code check_data check_inputs check_models",
+    "verl.config.load": "apply_preset dump_config load_config load_section",
+    "verl.config.schema.ppo": "Config",
+}
+
+__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -18,7 +18,6 @@ def batch_summary(config: Config, *, critic: bool = True) -> str:
     counts SEQUENCES (a prompt with one response) of one rank.
 
     Args:
-        config: the configuration.
         critic: whether a critic is trained; it is listed if its sizes differ from the actor's.
     """
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n

@@ -249,8 +249,6 @@ class ConfigField:
     """One field of a schema: its type, its default and its help.
 
     Attributes:
-        annotation: its type.
-        info: its declaration.
         default_from: the interpolation of its default.
         active_when: (dotted section, condition) pairs, of the field and its sections: when the field has an effect.
     """

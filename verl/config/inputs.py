@@ -81,8 +81,13 @@ def check_models(config: Schema) -> Iterator[Problem]:
         yield from check_model_path(next(key for key in paths if paths[key] == path), path)
     for key, path in values.items():
         name = key.rpartition(".")[2]
-        if name in (_TOKENIZERS, _ADAPTERS) and path:
-            yield from _files_of_model(key, path, ("adapter_config.json",) if name == _ADAPTERS else ())
+        if name not in (_TOKENIZERS, _ADAPTERS) or not path:
+            continue
+        folder = expanded(path)
+        if not os.path.isdir(folder) and is_local(path):
+            yield Problem(key, f"there is no folder {path!r}")
+        elif name == _ADAPTERS and os.path.isdir(folder) and not os.path.isfile(folder / "adapter_config.json"):
+            yield Problem(key, f"{path!r} has no adapter_config.json")
     checkpoint = values.get("trainer.resume_from_path") if values.get("trainer.resume_mode") == "resume_path" else None
     if checkpoint and not os.path.isdir(checkpoint):
         yield Problem("trainer.resume_from_path", f"there is no folder {checkpoint!r}")
@@ -126,17 +131,6 @@ def check_model_path(key: str, path: str | None) -> Iterator[Problem]:
                 f"(python -m verl.model_merger merge --backend fsdp --local_dir {folder.parent} --target_dir FOLDER) "
                 "and use FOLDER",
             )
-    elif is_local(path):
-        yield Problem(key, f"there is no folder {path!r}")
-
-
-def _files_of_model(key: str, path: str, files: tuple[str, ...]) -> Iterator[Problem]:
-    """A tokenizer or adapter that looks like a local path must exist."""
-    folder = expanded(path)
-    if os.path.isdir(folder):
-        for name in files:
-            if not os.path.isfile(folder / name):
-                yield Problem(key, f"{path!r} has no {name}")
     elif is_local(path):
         yield Problem(key, f"there is no folder {path!r}")
 

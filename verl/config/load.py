@@ -76,7 +76,6 @@ class Reading(Generic[T]):
     """A configuration, and how it was read.
 
     Attributes:
-        config: the configuration.
         notes: (log level, text) of what may surprise, to be logged.
         settings: dotted key -> its setting, for the place of a problem.
     """
@@ -225,7 +224,6 @@ def dump_config(config: Schema, *, everything: bool = False, redact: bool = Fals
     """YAML that loads to the same configuration.
 
     Args:
-        config: the configuration.
         everything: all fields, not only those that differ from their defaults.
         redact: omit the values of environment variables, which may be secrets.
     """

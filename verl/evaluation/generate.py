@@ -8,7 +8,7 @@ import hashlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +77,30 @@ class GenerationRun:
         self.roles: dict[str, WorkerGroup] = {}
         self.output = Path(self.config.data.output_path)
         self._passed = run.passed
-        for name, check in CHECKS.items():
-            check(self)
-            self._passed.append(name)
+        data, rollout, model = self.config.data, self.config.rollout, self.config.model
+        self.dtype = resolve_dtype(rollout.dtype, resolve_device(self.config.trainer.device))
+        self.tokenizer = load_tokenizer(model)
+        processor = load_processor(model, self.tokenizer)
+        note_unused_media_keys(data, processor)
+        self.prompts = PromptSet(self.config, self.tokenizer, processor)
+        prompt_ids, limits = self.prompts.prompt_ids, ModelLimits.from_config(model)
+        limits.check_vocabulary(self.tokenizer, prompt_ids.largest)
+        limits.check_engine(rollout)
+        fix = "remove longer prompts from the file"
+        limits.check_response_length(prompt_ids.longest, rollout.response_length, "rollout.response_length", fix)
+        check_output(self.prompts, self.output)
+        self.shards = ResponseShards(
+            self.output,
+            self.settings(),
+            prompts=len(self.prompts),
+            prompts_per_shard=data.batch_size,
+            n=data.n_samples,
+        )
+        self.finished = self.shards.is_finished()
 
     def passed_checks(self) -> Sequence[str]:
         """Return the names of the checks that have passed."""
-        return self._passed
+        return (*self._passed, "prompts", "model limits", "output file", "earlier output")
 
     def plan(self) -> str:
         """Describe what `run` would do."""
@@ -98,37 +115,6 @@ class GenerationRun:
             f"{config.trainer.n_gpus_per_node} process{'es' * (config.trainer.n_gpus_per_node > 1)}; output: "
             f"{self.output}"
         )
-
-    # ---- checks -----------------------------------------------------------------------------------------------------
-
-    def _read_prompts(self) -> None:
-        self.dtype = resolve_dtype(self.config.rollout.dtype, resolve_device(self.config.trainer.device))
-        self.tokenizer = load_tokenizer(self.config.model)
-        processor = load_processor(self.config.model, self.tokenizer)
-        note_unused_media_keys(self.config.data, processor)
-        self.prompts = PromptSet(self.config, self.tokenizer, processor)
-
-    def _check_limits(self) -> None:
-        prompt_ids, limits = self.prompts.prompt_ids, ModelLimits.from_config(self.config.model)
-        limits.check_vocabulary(self.tokenizer, prompt_ids.largest)
-        limits.check_engine(self.config.rollout)
-        limits.check_response_length(
-            prompt_ids.longest,
-            self.config.rollout.response_length,
-            "rollout.response_length",
-            "remove longer prompts from the file",
-        )
-
-    def _find_finished(self) -> None:
-        """Look for the output, or shards of it, of an earlier run."""
-        self.shards = ResponseShards(
-            self.output,
-            self.settings(),
-            prompts=len(self.prompts),
-            prompts_per_shard=self.config.data.batch_size,
-            n=self.config.data.n_samples,
-        )
-        self.finished = self.shards.is_finished()
 
     def settings(self) -> dict[str, Any]:
         """Return everything the responses depend on: settings, contents of the files, token ids, model files."""
@@ -262,15 +248,6 @@ class GenerationRun:
 
     def _count(self, shards: Sequence[int]) -> int:
         return sum(len(self.shards.prompt_indices(shard)) for shard in shards)
-
-
-CHECKS: dict[str, Callable[[GenerationRun], None]] = {
-    "prompts": GenerationRun._read_prompts,
-    "model limits": GenerationRun._check_limits,
-    "output file": lambda run: check_output(run.prompts, run.output),
-    "earlier output": GenerationRun._find_finished,
-}
-"""The checks after those of the settings (`verl.trainer.checks.preflight`), in the order in which they run."""
 
 
 def _checksum(path: str) -> str:

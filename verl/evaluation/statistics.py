@@ -5,6 +5,7 @@ responses. No result depends on the order of the prompts.
 """
 
 from dataclasses import dataclass
+from math import comb
 from statistics import NormalDist
 
 import numpy as np
@@ -16,8 +17,8 @@ def pass_at_k(correct: np.ndarray, responses: np.ndarray, k: int) -> np.ndarray:
     """Return an unbiased estimate of the probability that at least one of k responses is correct, for each prompt.
 
     With c correct responses of n, 1 - C(n-c, k) / C(n, k) is the fraction of subsets of size k that contain a correct
-    response (Chen et al. 2021, arXiv:2107.03374). It is computed as 1 - prod (1 - k/i) over i = n-c+1 .. n in log
-    space, which neither overflows for large n nor loses precision for small results.
+    response (Chen et al. 2021, arXiv:2107.03374). It is a quotient of whole numbers, which neither overflows for large
+    n nor loses precision for small results.
 
     Args:
         correct: (Q,) integers, c of each prompt.
@@ -34,14 +35,9 @@ def pass_at_k(correct: np.ndarray, responses: np.ndarray, k: int) -> np.ndarray:
         raise ValueError(f"pass@{k}: expected k from 1 to {responses.min()}, the smallest number of responses")
     if np.any(correct < 0) or np.any(correct > responses):
         raise ValueError("pass@k: expected between 0 and n correct responses")
-    pairs, which = np.unique(np.stack([correct, responses], 1), axis=0, return_inverse=True)
-    return np.array([_pass_at_k(int(c), int(n), k) for c, n in pairs])[which.reshape(-1)]
-
-
-def _pass_at_k(c: int, n: int, k: int) -> float:
-    if n - c < k:
-        return 1.0
-    return abs(float(np.expm1(np.log1p(-k / np.arange(n - c + 1, n + 1)).sum())))
+    pairs = [*zip(correct.tolist(), responses.tolist())]
+    values = {(c, n): (comb(n, k) - comb(n - c, k)) / comb(n, k) for c, n in set(pairs)}
+    return np.array([values[pair] for pair in pairs])
 
 
 def bootstrap_means(values: np.ndarray, samples: int, seed: int) -> np.ndarray:

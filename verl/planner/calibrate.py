@@ -43,7 +43,6 @@ def calibrate(device: torch.device, log: Callable[[str], None] = lambda line: No
     """Measure the profile of this host.
 
     Args:
-        device: the device to measure.
         log: receives a line per measurement.
     """
     profile = base_profile(device)

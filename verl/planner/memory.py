@@ -294,8 +294,6 @@ def group_memory(job: Job, device: Device, roles: Sequence[Role]) -> dict[str, I
     """Bytes per device of every phase on the devices that these roles share.
 
     Args:
-        job: the run.
-        device: the device.
         roles: the roles on these devices, with their layouts.
 
     Returns:

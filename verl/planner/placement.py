@@ -27,7 +27,6 @@ class Group:
 
     Attributes:
         job: the run, with the tensor-parallel size of the rollout.
-        device: the device.
         roles: the roles, with their layouts, all of them on the same number of devices.
         generator: the role that generates, here or on other devices.
     """
@@ -73,7 +72,6 @@ class Plan:
 
     Attributes:
         job: the run, with the tensor-parallel size of the rollout.
-        device: the device.
         groups: the groups, the actor's first.
         concurrent: whether groups work at the same time (trainer.overlap).
         placed: the devices of each group; None: one after the other, from 0.

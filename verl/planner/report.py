@@ -8,7 +8,7 @@ from dataclasses import replace
 from verl.planner.devices import GIB
 from verl.planner.memory import PHASES, total
 from verl.planner.placement import STAGES, Group, Plan
-from verl.planner.search import NEAR, preferred
+from verl.planner.search import NEAR, Change, preferred
 from verl.planner.workload import Layout
 from verl.single_controller.cluster import format_devices
 
@@ -187,3 +187,14 @@ def _difference(best: Plan, other: Plan) -> str:
     slower = min(gains, key=lambda stage: gains[stage])
     difference = f"{faster} {gains[faster]:+.3g} s"
     return difference + (f", although {slower} {gains[slower]:+.3g} s" if gains[slower] < -0.005 * best.seconds else "")
+
+
+def describe_change(fix: tuple[Change, Plan] | None) -> str:
+    """The smallest change that fits, such as "set a=1 b=2" or "use 4 devices"."""
+    if fix is None:
+        return "no change of micro-batches, checkpointing, offloading, LoRA or up to 128 times the devices fits"
+    change, plan = fix
+    settings = " ".join(f"{key}={value}" for key, value in change.settings.items())
+    devices = f"use {plan.devices} devices" if change.factor > 1 else ""
+    text = " and ".join(filter(None, [settings and f"set {settings}", devices]))
+    return f"smallest change that fits ({gib(plan.peak)} GiB): {text}"

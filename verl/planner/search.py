@@ -51,11 +51,12 @@ def sizes_up_to(devices: int, per_node: int) -> list[int]:
     return small + [size for size in range(unit, devices + 1, unit) if size > per_node]
 
 
-@dataclass(frozen=True)
-class Space:
-    """What the search may change.
+@dataclass(eq=False, repr=False)
+class Search:
+    """Finds placements of a job on devices of one kind.
 
-    Attributes:
+    Args:
+        job: the run, without a role `rollout`.
         separate_rollout: the rollout may have separate devices; in asynchronous training it always has.
         rollout_sizes: tensor-parallel sizes of the rollout.
         model_sizes: (tensor, pipeline) sizes of training; None: those of the job.
@@ -63,27 +64,17 @@ class Space:
         same_sizes: all models of a group have the same ones, also if they differ in shape.
     """
 
+    job: Job
+    device: Device
     separate_rollout: bool = True
     rollout_sizes: tuple[int, ...] = ROLLOUT_SIZES
     model_sizes: tuple[tuple[int, int], ...] | None = None
     expert_sizes: tuple[int, ...] | None = EXPERT_SIZES
     same_sizes: bool = False
 
-
-class Search:
-    """Finds placements of a job on devices of one kind.
-
-    Args:
-        job: the run, without a role `rollout`.
-        device: the device.
-        space: what may change.
-    """
-
-    def __init__(self, job: Job, device: Device, space: Space | None = None):
-        self.job, self.device = job, device
-        self.space = space if space is not None else Space()
-        rollout = replace(job.role("actor"), name="rollout", trains=False)
-        self.split_job = replace(job, roles=(*job.roles, rollout))
+    def __post_init__(self) -> None:
+        rollout = replace(self.job.role("actor"), name="rollout", trains=False)
+        self.split_job = replace(self.job, roles=(*self.job.roles, rollout))
         self._groups: dict[tuple[tuple[str, ...], bool, int], Group | None] = {}
 
     def partitions(self) -> list[Partition]:
@@ -91,7 +82,7 @@ class Search:
 
         In asynchronous training it is alone.
         """
-        splits = self.space.separate_rollout or self.job.overlaps
+        splits = self.separate_rollout or self.job.overlaps
         groupings = list(partitions([*self.job.names, "rollout"] if splits else self.job.names))
         return [
             partition
@@ -131,10 +122,10 @@ class Search:
         base = self.split_job if split else self.job
         tensors = (base.rollout_tensor,)
         if base.generator in names:
-            tensors = self.space.rollout_sizes if base.traits.tensor_parallel else (1,)
+            tensors = self.rollout_sizes if base.traits.tensor_parallel else (1,)
         roles = [base.role(name) for name in names]
         shapes = list(dict.fromkeys(role.shape for role in roles))
-        if self.space.same_sizes:
+        if self.same_sizes:
             layouts = ((sizes,) * len(shapes) for sizes in self._sizes(devices, base.role("actor").shape))
         else:
             layouts = product(*(self._sizes(devices, shape) for shape in shapes))
@@ -154,13 +145,13 @@ class Search:
 
     def _sizes(self, devices: int, shape: ModelShape) -> list[dict[str, Any]]:
         """The sizes of model parallelism, as attributes of a layout; without an entry, that of the role."""
-        if self.space.model_sizes is None:
+        if self.model_sizes is None:
             return [{}]
-        pairs = [(t, p) for t, p in self.space.model_sizes if devices % (t * p) == 0 and t <= self.device.per_node]
+        pairs = [(t, p) for t, p in self.model_sizes if devices % (t * p) == 0 and t <= self.device.per_node]
         fit = [{"tensor": tensor, "pipeline": pipeline} for tensor, pipeline in pairs]
-        if not shape.experts or self.space.expert_sizes is None:
+        if not shape.experts or self.expert_sizes is None:
             return fit
-        counts = [count for count in self.space.expert_sizes if shape.experts % count == 0]
+        counts = [count for count in self.expert_sizes if shape.experts % count == 0]
         experts = [{"expert": count, "expert_tensor": 1 if count > 1 else None} for count in counts]
         return [a | b for a in fit for b in experts if devices % (a["pipeline"] * b["expert"]) == 0]
 
@@ -271,9 +262,10 @@ class Change:
     factor: int = 1
 
 
-def smallest_change(job: Job, device: Device, groups: Groups) -> tuple[Change, Plan] | None:
-    """The first change that makes the plan of `groups` fit, by the same model, and the plan with it."""
-    return first_that_fits(job, device, lambda change: plan_with(change, job, device, groups))
+def smallest_change(plan: Plan) -> tuple[Change, Plan] | None:
+    """The first change that makes a plan fit, by the same model, and the plan with it."""
+    groups = [(group.names, group.devices) for group in plan.groups]
+    return first_that_fits(plan.job, plan.device, lambda change: plan_with(change, plan.job, plan.device, groups))
 
 
 def first_that_fits(job: Job, device: Device, plan_of: Callable[[Change], Plan | None]) -> tuple[Change, Plan] | None:
@@ -284,7 +276,6 @@ def first_that_fits(job: Job, device: Device, plan_of: Callable[[Change], Plan |
 
     Args:
         job: the run that does not fit.
-        device: the device.
         plan_of: the plan with a change; None if there is none.
     """
     single = [change for change in _changes(job, device) if change.settings]
@@ -391,10 +382,3 @@ def _lora(job: Job) -> list[Change]:
     if job.model_parallel or any(job.role(name).lora_rank or job.role(name).layout.tensor > 1 for name in trained):
         return []
     return [_of_roles(trained, {f"{_MODEL[name]}.lora_rank": str(LORA_RANK) for name in trained}, lora_rank=LORA_RANK)]
-
-
-def describe(change: Change, plan: Plan) -> str:
-    """Such as "set a=1 b=2" or "use 4 devices"."""
-    settings = " ".join(f"{key}={value}" for key, value in change.settings.items())
-    devices = f"use {plan.devices} devices" if change.factor > 1 else ""
-    return " and ".join(filter(None, [settings and f"set {settings}", devices]))

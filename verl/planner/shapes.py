@@ -286,11 +286,7 @@ BUILT_IN: dict[str, ModelShape] = {
 
 
 def built_in(name: str) -> ModelShape:
-    """The built-in shape of this name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The built-in shape of this name. Raises ValueError if there is none."""
     match = next((shape for key, shape in BUILT_IN.items() if key.lower() == name.lower()), None)
     if match is None:
         raise ValueError(f"there is no built-in model {name!r}: {did_you_mean(name, BUILT_IN)}")

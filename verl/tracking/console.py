@@ -6,7 +6,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
 
 from rich import box
 from rich.columns import Columns
@@ -126,11 +125,9 @@ class TrainingProgress:
             self._alive.__enter__()
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ):
+    def __exit__(self, *_: object) -> None:
         self._has_ended = True
-        self._alive.__exit__(error_type, error, trace)
+        self._alive.__exit__()
         logger = logging.getLogger("verl")
         if self._live is not None:
             live, self._live = self._live, None
@@ -338,9 +335,7 @@ class Alive:
             threading.Thread(target=self._run, name="alive", daemon=True).start()
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ):
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
 
     def _run(self) -> None:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from verl.checkpoints.atomic import atomic_write, set_aside_irregular
@@ -85,9 +84,7 @@ class RunRecord:
         logging.getLogger("verl").addHandler(self._warnings)
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ):
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         logging.getLogger("verl").removeHandler(self._warnings)
         self._warnings.close()
         interrupted = error_type is not None and not issubclass(error_type, Exception)

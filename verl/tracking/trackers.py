@@ -37,14 +37,11 @@ def thumbnails(data: Mapping[str, Any] | None) -> list[str]:
     Args:
         data: an entry of the column multi_modal_data; None in a text-only row.
     """
-    return [thumbnail(image) for image in _images(data or {})[:MAX_IMAGES]]
-
-
-def _images(data: Mapping[str, Any]) -> list[Any]:
     from PIL import Image
 
-    videos = (video[0] if isinstance(video, tuple) else video for video in data.get("videos", ()))
-    return [*data.get("images", ()), *(Image.fromarray(frames[0]) for frames in videos)]
+    videos = (video[0] if isinstance(video, tuple) else video for video in (data or {}).get("videos", ()))
+    images = [*(data or {}).get("images", ()), *(Image.fromarray(frames[0]) for frames in videos)]
+    return [thumbnail(image) for image in images[:MAX_IMAGES]]
 
 
 def thumbnail(image: Any) -> str:

@@ -211,7 +211,8 @@ class Trainer(ABC):
         if self._log is not None:
             return {}
         was_started, view, trainer = self._started, self.view, self.config.trainer
-        log = self._attempt.enter_context(RunLog(view, self.draw_samples, self.step_record))
+        log = RunLog(view, self.draw_samples, self.step_record)
+        self._attempt.enter_context(log.record)
         self.start()
         if self._steps_to_add is not None:  # not again after a restart
             view.total_steps, self._steps_to_add = view.step + self._steps_to_add, None

@@ -43,8 +43,8 @@ from verl.trainer.ppo.flow import (
 from verl.trainer.ppo.operators import Prompts, generate, repeat, uses_agent_loop
 from verl.trainer.ppo.rollout_correction import correct_rollout
 from verl.trainer.ppo.weights import RolloutWeights
-from verl.trainer.startup.arguments import prepare_run, read_arguments
-from verl.trainer.startup.inputs import given_rewards, load_inputs, own_reward, prompt_source, stop_token_ids
+from verl.trainer.startup.arguments import prepare_run
+from verl.trainer.startup.inputs import given_rewards, load_inputs, prompt_source, stop_token_ids
 from verl.trainer.startup.launch import print_config_errors_plainly
 from verl.trainer.startup.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
 from verl.trainer.state.checkpointing import describe_saving
@@ -104,25 +104,22 @@ class PPOTrainer(Trainer):
     ):
         setup_logging()
         print_config_errors_plainly()
-        recipe = recipe_of(type(self))
-        arguments = read_arguments(
+        run = prepare_run(
             config,
             config_path,
             overrides,
-            recipe.schema,
+            recipe_of(type(self)),
             train_dataset=train_dataset,
             val_dataset=val_dataset,
             rewards={"reward": reward, "reward_manager": reward_manager, "reward_fn": reward_fn},
             model=model,
             tokenizer=tokenizer,
             settings={"use_critic": use_critic, "use_reference_policy": use_reference_policy, "use_rm": use_rm},
+            cluster=cluster,
+            backend=self.backend,
         )
-        run = prepare_run(arguments, recipe, cluster=cluster, backend=self.backend)
-        run.reward_given = arguments.reward is not None
-        rows = arguments.train_dataset, arguments.val_dataset
-        inputs = run.inputs = load_inputs(run.config, *rows, arguments.reward, tokenizer)
+        inputs = run.inputs = load_inputs(run, tokenizer)
         run_checks(run, INPUTS)
-        run.own_reward = own_reward(arguments.reward, inputs.reward_manager, run.config.reward.reward_function)
         self.train_dataset, self.val_dataset = inputs.train_dataset, inputs.val_dataset
         self.reward_manager = self.val_reward_manager = inputs.reward_manager
         if val_reward_fn is not None:

@@ -15,7 +15,7 @@ from verl.single_controller.cluster import Cluster, ResourcePool
 from verl.tracking.tracking import setup_logging
 from verl.trainer.base import Trainer
 from verl.trainer.checks.preflight import INPUTS, Recipe, Settings, run_checks
-from verl.trainer.startup.arguments import prepare_run, read_arguments
+from verl.trainer.startup.arguments import prepare_run
 from verl.trainer.startup.inputs import load_sft_inputs, prompt_source
 from verl.trainer.state.checkpointing import describe_saving
 from verl.workers.sft import SFTWorker
@@ -52,18 +52,19 @@ class SFTTrainer(Trainer):
         cluster: Cluster | None = None,
     ):
         setup_logging()
-        arguments = read_arguments(
+        run = prepare_run(
             config,
             config_path,
             overrides,
-            schema.SFTConfig,
+            Recipe(schema=schema.SFTConfig),
             train_dataset=train_dataset,
             val_dataset=val_dataset,
             model=model,
             tokenizer=tokenizer,
+            cluster=cluster,
+            backend="local",
         )
-        run = prepare_run(arguments, Recipe(schema=schema.SFTConfig), cluster=cluster, backend="local")
-        inputs = run.inputs = load_sft_inputs(run.config, arguments.train_dataset, arguments.val_dataset, tokenizer)
+        inputs = run.inputs = load_sft_inputs(run, tokenizer)
         run_checks(run, INPUTS)
         self.train_dataset, self.val_dataset = inputs.train_dataset, inputs.val_dataset
         super().__init__(run, prompt_source(run.config.data, inputs))

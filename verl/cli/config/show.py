@@ -100,14 +100,7 @@ _UNSET = "(not set)"
 
 @user_errors()
 def show(path: str | None, overrides: list[str], program: str, changed: bool) -> None:
-    """Print the resolved configuration as YAML.
-
-    Args:
-        path: a YAML file.
-        overrides: `key=value`.
-        program: a name of `SCHEMAS`.
-        changed: only the keys that differ from their defaults.
-    """
+    """Print the resolved configuration as YAML. The arguments are those of the command in `verl.cli.app`."""
     print(dump_config(_load(path, overrides, program), everything=not changed, redact=True).rstrip("\n"))
 
 
@@ -178,15 +171,7 @@ def _text(values: dict[str, Any], key: str) -> str:
 
 
 def print_converted(path: Path, source: str, program: str, gpus: int, overrides: bool) -> int:
-    """Print the converted configuration. Returns the exit status.
-
-    Args:
-        path: the file.
-        source: `auto` or one of `verl.config.public.convert.KINDS`.
-        program: the program of a verl configuration, a name of `SCHEMAS`.
-        gpus: GPUs of a TRL run.
-        overrides: print `key=value` lines instead of YAML.
-    """
+    """Print the converted configuration. Returns the exit status. The arguments are those of the command."""
     try:
         schema = schema_of(program)
         layer, remarks = read_source(path)

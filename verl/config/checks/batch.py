@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from verl.config.checks.algorithm import may_have_critic
 from verl.config.checks.rollout import placement_is_open
+from verl.config.checks.run import ModelRole, model_roles
 from verl.config.errors import Problem
-from verl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from verl.config.schema.megatron import MegatronConfig
 from verl.config.schema.model import EngineConfig
 from verl.config.schema.offline import GenerationConfig
@@ -57,24 +57,18 @@ def check_ranks(config: Config) -> Iterator[Problem]:
     """Every data-parallel rank must get the same number of samples of each mini-batch."""
     if placement_is_open(config):
         return
-    policy, critic, devices = config.actor_rollout_ref, config.critic, config.placement
-    actors = devices.actor_devices
-    problems = list(_check_role(config, _ACTOR, policy.actor, actors))
-    problems += _check_role(config, "actor_rollout_ref.ref.", policy.ref, devices.ref_devices or actors)
-    yield from problems
-    sizes = "ppo_mini_batch_size"  # of the critic: by default that of the actor
-    reported = {problem.message for problem in problems if problem.key.endswith(sizes)}
-    of_critic = list(_check_role(config, "critic.", critic, devices.critic_devices or actors))
-    if of_critic and may_have_critic(config):
-        yield from (problem for problem in of_critic if problem.message not in reported)
+    devices, reported = config.placement, set()
+    for role in model_roles(config):
+        problems = [*_check_role(config, role, devices[f"{role.name}_devices"] or devices.actor_devices)]
+        if role.name == "critic":  # its sizes are by default those of the actor
+            problems = [each for each in problems if each.message not in reported and may_have_critic(config)]
+        reported |= {problem.message for problem in problems if problem.key.endswith("ppo_mini_batch_size")}
+        yield from problems
 
 
-def _check_role(
-    config: Config, prefix: str, role: ActorConfig | RefConfig | CriticConfig, devices: list[int] | None
-) -> Iterator[Problem]:
-    """The sizes of one role divide its ranks, and the ranks a mini-batch. prefix: of its keys. devices: None: all."""
-    engine, n = role.engine, config.actor_rollout_ref.rollout.n
-    section = prefix + next(name for name, value in role if value is engine)
+def _check_role(config: Config, role: ModelRole, devices: list[int] | None) -> Iterator[Problem]:
+    """The sizes of one role divide its ranks, and the ranks a mini-batch. devices: None: all."""
+    engine, section, n = role.engine, role.engine_key, config.actor_rollout_ref.rollout.n
     ranks = len(devices) if devices else config.trainer.nnodes * config.trainer.n_gpus_per_node
     yield from _check_shard_groups(section, engine, ranks)
     if ranks % engine.ranks_with_same_rows:
@@ -84,12 +78,12 @@ def _check_role(
         yield Problem(f"{section}.{next(iter(sizes))}", message)
         return
     ranks //= engine.ranks_with_same_rows
-    mini = role.get("ppo_mini_batch_size")
+    mini = role.section.get("ppo_mini_batch_size")
     if mini is not None and mini * n % ranks:
         step = ranks // math.gcd(n, ranks)
         fitting = " or ".join(str(m) for m in (mini // step * step, mini // step * step + step) if m)
         yield Problem(
-            f"{prefix}ppo_mini_batch_size",
+            f"{role.prefix}ppo_mini_batch_size",
             f"{mini} prompts x {n} samples = {mini * n} responses are not divisible by {ranks} ranks: "
             f"use {fitting} prompts",
         )

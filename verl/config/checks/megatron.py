@@ -1,9 +1,9 @@
 """Checks of the `megatron` sections: what model-parallel training does not support."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from verl.config.checks.algorithm import may_have_critic
+from verl.config.checks.run import ModelRole, model_roles
 from verl.config.errors import Problem, format_value
 from verl.config.schema.megatron import MegatronConfig
 from verl.config.schema.ppo import Config
@@ -21,9 +21,6 @@ OPTIMIZER_PLACEMENT = {
 _DTYPES = ("fp16", "float16", "fp64", "float64")
 _FSDP = "use strategy=fsdp"
 
-Role = tuple[str, Any, str, MegatronConfig, str, Any]
-"""Key of the model, its section, key of the engine, its section, key of the optimizer, its section or None."""
-
 
 def check_megatron_settings(config: Config | SFTConfig) -> Iterator[Problem]:
     """Settings of the roles with strategy=megatron that it does not support."""
@@ -33,7 +30,7 @@ def check_megatron_settings(config: Config | SFTConfig) -> Iterator[Problem]:
         message = f"true, but strategy=megatron does not support it: use false, or {_FSDP}"
         yield Problem("actor_rollout_ref.rollout.deterministic", message)
     for role in _roles(config):
-        for problem in _unsupported(*role):
+        for problem in _unsupported(role):
             if problem.key not in reported:
                 reported.add(problem.key)
                 yield problem
@@ -41,28 +38,20 @@ def check_megatron_settings(config: Config | SFTConfig) -> Iterator[Problem]:
 
 def megatron_notes(config: Config | SFTConfig) -> Iterator[str]:
     """Settings that have no effect with strategy=megatron."""
-    for key, model, *_ in _roles(config):
-        if not model.use_remove_padding:
-            yield f"{key}.use_remove_padding: false has no effect with strategy=megatron, which packs sequences"
+    for role in _roles(config):
+        if not role.model.use_remove_padding:
+            key = f"{role.model_key}.use_remove_padding"
+            yield f"{key}: false has no effect with strategy=megatron, which packs sequences"
 
 
-def _roles(config: Config | SFTConfig) -> Iterator[Role]:
-    if not hasattr(config, "actor_rollout_ref"):
-        if isinstance(config.engine.selected, MegatronConfig):
-            yield "model", config.model, "engine.megatron", config.engine.megatron, "optim", config.optim
-        return
-    policy, critic = config.actor_rollout_ref, config.critic
-    for name, role in (("actor", policy.actor), ("ref", policy.ref)):
-        if isinstance(role.engine, MegatronConfig):
-            prefix, optim = f"actor_rollout_ref.{name}", getattr(role, "optim", None)
-            yield "actor_rollout_ref.model", policy.model, f"{prefix}.megatron", role.megatron, f"{prefix}.optim", optim
-    if isinstance(critic.engine, MegatronConfig) and may_have_critic(config):
-        yield "critic.model", critic.model, "critic.megatron", critic.megatron, "critic.optim", critic.optim
+def _roles(config: Config | SFTConfig) -> Iterator[ModelRole]:
+    for role in model_roles(config):
+        if isinstance(role.engine, MegatronConfig) and (role.name != "critic" or may_have_critic(config)):
+            yield role
 
 
-def _unsupported(
-    model_key: str, model: Any, engine_key: str, engine: MegatronConfig, optim_key: str, optim: Any
-) -> Iterator[Problem]:
+def _unsupported(role: ModelRole) -> Iterator[Problem]:
+    model, model_key, engine, engine_key = role.model, role.model_key, role.engine, role.engine_key
     if model.has_adapters:
         name = "lora_rank" if model.lora_rank else "lora_adapter_path"
         message = f"{format_value(getattr(model, name))}, but strategy=megatron does not support LoRA adapters"
@@ -78,7 +67,8 @@ def _unsupported(
     if unknown and transformer.recompute_granularity == "selective":
         message = f"{unknown} cannot be recomputed: use some of {sorted(RECOMPUTED_MODULES)}"
         yield Problem(f"{engine_key}.override_transformer_config.recompute_modules", message)
+    optim = role.section.get("optim")
     overrides = sorted(set(optim.override_optimizer_config or ()) - OPTIMIZER_PLACEMENT) if optim is not None else []
     if overrides:
         message = f"{overrides} are not supported by strategy=megatron: remove them, or {_FSDP}"
-        yield Problem(f"{optim_key}.override_optimizer_config", message)
+        yield Problem(f"{role.prefix}optim.override_optimizer_config", message)

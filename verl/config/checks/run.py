@@ -1,12 +1,15 @@
 """Checks of the run and its models: names, checkpoints, rewards, templates, kernels and adapters."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Any
 
 from verl.config.errors import Problem, format_value
 from verl.config.fields import Schema, derived_fields, differences, flatten, to_flat_dict
 from verl.config.public.upstream import upstream_engines
 from verl.config.schema.megatron import MegatronConfig
+from verl.config.schema.model import EngineConfig, ModelConfig
 from verl.config.schema.ppo import Config
 from verl.config.schema.sft import SFTConfig
 from verl.engines.traits import built_in_strategies, strategy_traits
@@ -18,6 +21,42 @@ _ACTOR = "actor_rollout_ref.actor."
 _TEMPLATES = "custom_chat_template"
 _SET_FOR_WORKERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _SET_FOR_WORKERS |= {"CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
+
+
+@dataclass(frozen=True)
+class ModelRole:
+    """A model with its training engine, and the keys of their sections.
+
+    Attributes:
+        name: actor, ref or critic.
+        prefix: of the keys of `section`, which has the optimizer of a trained model.
+        engine: the section of the selected engine.
+    """
+
+    name: str
+    prefix: str
+    section: Any
+    model_key: str
+    model: ModelConfig
+    engine_key: str
+    engine: EngineConfig | MegatronConfig
+    strategy: str
+
+
+def model_roles(config: Config | SFTConfig) -> list[ModelRole]:
+    """The actor, the reference and the critic, whether the run has them or not; of SFT, the actor."""
+    if isinstance(config, SFTConfig):
+        engine = config.engine.selected
+        key = "engine.megatron" if isinstance(engine, MegatronConfig) else "engine"
+        return [ModelRole("actor", "", config, "model", config.model, key, engine, config.engine.strategy)]
+    policy, critic, roles = config.actor_rollout_ref, config.critic, []
+    for name, section in (("actor", policy.actor), ("ref", policy.ref), ("critic", critic)):
+        prefix, model_key, model = f"actor_rollout_ref.{name}.", "actor_rollout_ref.model", policy.model
+        if name == "critic":
+            prefix, model_key, model = "critic.", "critic.model", critic.model
+        key = prefix + next(key for key, value in section if value is section.engine)
+        roles.append(ModelRole(name, prefix, section, model_key, model, key, section.engine, section.strategy))
+    return roles
 
 
 def check_templates(config: Schema) -> Iterator[Problem]:
@@ -107,25 +146,19 @@ def check_kernels(config: Config) -> Iterator[Problem]:
 
 def check_adapters(config: Config | SFTConfig) -> Iterator[Problem]:
     """Adapters that train nothing; strategy=megatron has no models with images and no 8-bit optimizer."""
-    if "model" in config:
-        models = {"model": (config.model, config.engine.selected, "optim", config.optim)}
-    else:
-        policy, critic = config.actor_rollout_ref, config.critic
-        models = {
-            "actor_rollout_ref.model": (policy.model, policy.actor.engine, f"{_ACTOR}optim", policy.actor.optim),
-            "critic.model": (critic.model, critic.engine, "critic.optim", critic.optim),
-        }
-    for name, (model, engine, optim_name, optim) in models.items():
-        if optim.optimizer != "AdamW" and (isinstance(engine, MegatronConfig) or engine.tensor_parallel_size > 1):
-            message = (
-                f"{optim.optimizer} is not supported with strategy=megatron or tensor_parallel_size > 1: use AdamW"
-            )
-            yield Problem(f"{optim_name}.optimizer", message)
+    for role in model_roles(config):
+        model, key, engine = role.model, role.model_key, role.engine
+        if role.name == "ref":  # its model is that of the actor
+            continue
+        optimizer = role.section.optim.optimizer
+        if optimizer != "AdamW" and (isinstance(engine, MegatronConfig) or engine.tensor_parallel_size > 1):
+            message = f"{optimizer} is not supported with strategy=megatron or tensor_parallel_size > 1: use AdamW"
+            yield Problem(f"{role.prefix}optim.optimizer", message)
         if model.lora_rank and not model.lora_alpha:
-            yield Problem(f"{name}.lora_alpha", f"found 0, expected float > 0 with lora_rank={model.lora_rank}")
-        if model.freeze_vision_tower and isinstance(engine, MegatronConfig):
+            yield Problem(f"{key}.lora_alpha", f"found 0, expected float > 0 with lora_rank={model.lora_rank}")
+        if model.freeze_vision_tower and isinstance(role.engine, MegatronConfig):
             message = "true, but strategy=megatron does not support vision-language models: use false, or strategy=fsdp"
-            yield Problem(f"{name}.freeze_vision_tower", message)
+            yield Problem(f"{key}.freeze_vision_tower", message)
 
 
 # ---- registered names -----------------------------------------------------------------------------------------------
@@ -147,7 +180,6 @@ def check_registered(config: Schema, registered: Mapping[str, Collection[str]]) 
     """Names of engines and agent loops that nothing has registered. Call after `imports` are loaded.
 
     Args:
-        config: the configuration.
         registered: end of a key, as in `REGISTERED_KINDS` -> the registered names. Other keys are not checked.
 
     Returns:

@@ -159,13 +159,23 @@ def _per_gpu(key: str) -> Computed:
     return per_gpu
 
 
+def _one_of(choices: dict[str, dict[str, Any]], expected: str) -> Computed:
+    """Choices with the settings of each."""
+
+    def one_of(value: Any, lookup: Lookup) -> dict[str, Any]:
+        if not isinstance(value, str) or value not in choices:
+            raise ValueError(f"found {value!r}, expected {expected}")
+        return choices[value]
+
+    return one_of
+
+
+def _if_true(settings: dict[str, Any]) -> Computed:
+    return lambda value, lookup: settings if _bool(value) else {}
+
+
 _DEVICE_KEYS = "actor_devices, rollout_devices, ref_devices, critic_devices, reward_devices"
-
-
-def _placement(value: Any, lookup: Lookup) -> dict[str, Any]:
-    if value != "auto":
-        raise ValueError(f"found {value!r}, expected a section with the keys {_DEVICE_KEYS}, or auto")
-    return {"placement.auto": True}
+_prox_log_probs = _if_true({_ARR + "actor.old_log_prob_pass": "always"})
 
 
 def _vllm(value: Any, lookup: Lookup) -> dict[str, Any]:
@@ -259,10 +269,6 @@ def _rollout_test_freq(value: Any, lookup: Lookup) -> dict[str, Any]:
     return {"trainer.test_freq": _int(value) * (_updates(lookup) if _int(value) > 0 else 1)}
 
 
-def _prox_log_probs(value: Any, lookup: Lookup) -> dict[str, Any]:
-    return {_ARR + "actor.old_log_prob_pass": "always"} if _bool(value) else {}
-
-
 def _old_log_probs(value: Any, lookup: Lookup) -> dict[str, Any]:
     return _prox_log_probs(not _bool(value), lookup)
 
@@ -302,20 +308,6 @@ def _handled_elsewhere(value: Any, lookup: Lookup) -> dict[str, Any]:
     return {}
 
 
-def _decay_style(section: str) -> Computed:
-    """The schedule of Megatron's optimizer."""
-
-    def decay_style(value: Any, lookup: Lookup) -> dict[str, Any]:
-        if value not in ("constant", "cosine", "linear"):
-            raise ValueError(
-                f"found {value!r}, expected one of constant, cosine, linear; WSD is lr_scheduler_type=wsd with "
-                "lr_decay_steps_ratio"
-            )
-        return {section + "lr_scheduler_type": value}
-
-    return decay_style
-
-
 def _min_lr(section: str) -> Computed:
     def min_lr(value: Any, lookup: Lookup) -> dict[str, Any]:
         peak = lookup(section + "lr")
@@ -331,32 +323,18 @@ def _steps(key: str) -> Computed:
     return lambda value, lookup: {key: -1 if value is False else value}
 
 
-def _keep_one(value: Any, lookup: Lookup) -> dict[str, Any]:
-    """`trainer.remove_previous_ckpt_in_save` of older releases: only the newest checkpoint is kept."""
-    keys = ("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep")
-    return dict.fromkeys(keys, 1) if _bool(value) else {}
-
-
 def _same(key: str) -> Computed:
     """Another name of a key, for which null means the default."""
     return lambda value, lookup: {key: value}
 
 
-def _offloaded(key: str) -> Computed:
-    """Where a state is between phases: on the device, or in host memory."""
-
-    def offloaded(value: Any, lookup: Lookup) -> dict[str, Any]:
-        if value not in ("none", "cpu"):
-            raise ValueError(f"found {value!r}, expected none or cpu; offloading to disk is not supported")
-        return {key: value == "cpu"}
-
-    return offloaded
-
-
 def _megatron_optimizer(section: str) -> dict[str, Computed]:
     """The keys of an `optim` section that only public verl's Megatron engine reads."""
     return {
-        section + "lr_decay_style": _decay_style(section),
+        section + "lr_decay_style": _one_of(
+            {name: {section + "lr_scheduler_type": name} for name in ("constant", "cosine", "linear")},
+            "one of constant, cosine, linear; WSD is lr_scheduler_type=wsd with lr_decay_steps_ratio",
+        ),
         section + "optimizer": lambda value, lookup: {
             section + "optimizer": "AdamW" if value in ("adam", "adamw") else value
         },
@@ -366,15 +344,13 @@ def _megatron_optimizer(section: str) -> dict[str, Computed]:
 
 
 _COMPUTED = {
-    "placement": _placement,
+    "placement": _one_of({"auto": {"placement.auto": True}}, f"a section with the keys {_DEVICE_KEYS}, or auto"),
     "trainer.v1.fully_async.staleness_threshold": _handled_elsewhere,
     "trainer.v1.fully_async.parameter_sync_step": _handled_elsewhere,
     _ARR + "actor.model_engine": _same(_ARR + "actor.strategy"),
     _ARR + "actor.use_rollout_log_probs": _rollout_log_probs,
     _ARR + "actor.tis_imp_ratio_cap": _importance_cap,
-    _ARR + "actor.use_gpg_loss": lambda value, lookup: (
-        {_ARR + "actor.policy_loss.loss_mode": "gpg"} if _bool(value) else {}
-    ),
+    _ARR + "actor.use_gpg_loss": _if_true({_ARR + "actor.policy_loss.loss_mode": "gpg"}),
     _ARR + "rollout.name": lambda value, lookup: {
         _ARR + "rollout.name": "sglang" if value == "sglang_async" else value
     },
@@ -388,7 +364,10 @@ _COMPUTED = {
     "data.train_batch_size": _train_batch_size,
     "data.gen_batch_size": _gen_batch_size,
     "trainer.v1.trainer_mode": _trainer_mode,
-    "trainer.remove_previous_ckpt_in_save": _keep_one,
+    # of older releases: only the newest checkpoint is kept
+    "trainer.remove_previous_ckpt_in_save": _if_true(
+        {"trainer.max_actor_ckpt_to_keep": 1, "trainer.max_critic_ckpt_to_keep": 1}
+    ),
     "trainer.test_freq": _steps("trainer.test_freq"),
     "trainer.save_freq": _steps("trainer.save_freq"),
     "trainer.v1.separate_async.num_warmup_batches": _handled_elsewhere,
@@ -408,7 +387,10 @@ _COMPUTED = {
     )
 }
 _COMPUTED |= {
-    f"{role}.megatron.offload.{state}.target": _offloaded(f"{role}.megatron.{state}_offload")
+    f"{role}.megatron.offload.{state}.target": _one_of(
+        {target: {f"{role}.megatron.{state}_offload": target == "cpu"} for target in ("none", "cpu")},
+        "none or cpu; offloading to disk is not supported",
+    )
     for role in (_ARR + "actor", _ARR + "ref", "critic")
     for state in ("param", "grad", "optimizer")
 }

@@ -57,7 +57,6 @@ def read_file(path: str | Path, included_by: tuple[Path, ...] = ()) -> list[Laye
     """The settings of a YAML file and of the files in its defaults list, lowest precedence first.
 
     Args:
-        path: the file.
         included_by: the files whose defaults lists led to this one, outermost first.
 
     Raises:

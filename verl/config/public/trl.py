@@ -163,6 +163,7 @@ DEFAULTS: dict[str, Values] = {
     "trl-sft": _RUN | {"learning_rate": 2e-5},
 }
 
+_SCHEDULES = {"constant_with_warmup": "constant"} | {name: name for name in ("constant", "cosine", "linear")}
 _AGGREGATION = {
     "grpo": "seq-mean-token-mean",
     "dapo": "token-mean",
@@ -192,12 +193,11 @@ def rules_of(kind: str, gpus: int) -> dict[str, Rule]:
     def steps(key: str) -> Rule:
         return lambda value, arguments: _steps(key, value, arguments, kind)
 
-    def strategy(key: str) -> Rule:
-        known: dict[str, Values] = {"no": {key: -1}, "steps": {}}
-        return lambda value, arguments: known.get(value, f"use {key}")
-
     rules: dict[str, Rule] = {
-        "lr_scheduler_type": _schedule(optim),
+        "lr_scheduler_type": _one_of(
+            {name: {optim + "lr_scheduler_type": known} for name, known in _SCHEDULES.items()},
+            "use constant, cosine or linear",
+        ),
         "adam_beta1": lambda value, arguments: {optim + "betas": [value, arguments.get("adam_beta2", 0.999)]},
         "adam_beta2": lambda value, arguments: {optim + "betas": [arguments.get("adam_beta1", 0.9), value]},
         "report_to": _trackers,
@@ -207,8 +207,8 @@ def rules_of(kind: str, gpus: int) -> dict[str, Rule]:
         ),
         "save_steps": steps("trainer.save_freq"),
         "eval_steps": steps("trainer.test_freq"),
-        "save_strategy": strategy("trainer.save_freq"),
-        "eval_strategy": strategy("trainer.test_freq"),
+        "save_strategy": _one_of({"no": {"trainer.save_freq": -1}, "steps": {}}, "use trainer.save_freq"),
+        "eval_strategy": _one_of({"no": {"trainer.test_freq": -1}, "steps": {}}, "use trainer.test_freq"),
         "seed": lambda value, arguments: {"trainer.seed": value},
         "logging_steps": lambda value, arguments: {} if value == 1 else "every step is logged",
         "resume_from_checkpoint": lambda value, arguments: (
@@ -216,12 +216,12 @@ def rules_of(kind: str, gpus: int) -> dict[str, Rule]:
             if isinstance(value, str)
             else {}  # a run resumes by default
         ),
-        "load_best_model_at_end": lambda value, arguments: {"trainer.save_best": True} if value else {},
+        "load_best_model_at_end": _if_true({"trainer.save_best": True}),
         "metric_for_best_model": lambda value, arguments: (
             f"set trainer.save_best to a validation metric{'' if sft else ', such as val-core/DATASET/acc/mean@1'}"
         ),
         "greater_is_better": lambda value, arguments: {"trainer.save_best_mode": "max" if value else "min"},
-        "bf16": lambda value, arguments: {dtype: "bf16"} if value else {},
+        "bf16": _if_true({dtype: "bf16"}),
         "gradient_accumulation_steps": _part_of_another,
     }
     if sft:
@@ -232,7 +232,7 @@ def rules_of(kind: str, gpus: int) -> dict[str, Rule]:
                 "data.use_dynamic_bsz": False,
             }
         }
-    rules["fp16"] = lambda value, arguments: {dtype: "fp16"} if value else {}
+    rules["fp16"] = _if_true({dtype: "fp16"})
     return rules | (_ppo(gpus) if kind == "trl-ppo" else _grpo(gpus))
 
 
@@ -247,11 +247,6 @@ def _grpo(gpus: int) -> dict[str, Rule]:
         wrong = next((size for size in sizes if isinstance(size, str)), None)
         return wrong or sizes[0] | sizes[1] | {_ACTOR + "ppo_micro_batch_size_per_gpu": value}
 
-    def loss(value: str, arguments: Mapping[str, Any]) -> Values | str:
-        if value in ("cispo", "sapo"):
-            return {"algorithm.name": value}
-        return {_ACTOR + "loss_agg_mode": _AGGREGATION[value]} if value in _AGGREGATION else "no such loss"
-
     def scale(value: Any, arguments: Mapping[str, Any]) -> Values | str:
         by_std = {"none": False, "False": False, "group": True, "True": True}.get(str(value))
         return "use none or group" if by_std is None else {"algorithm.norm_adv_by_std_in_grpo": by_std}
@@ -259,21 +254,21 @@ def _grpo(gpus: int) -> dict[str, Rule]:
     def kl(value: float, arguments: Mapping[str, Any]) -> Values:
         return {_ACTOR + "use_kl_loss": value > 0} | ({_ACTOR + "kl_loss_coef": value} if value else {})
 
-    is_level = {"token": {}, "sequence": {_ACTOR + "policy_loss.loss_mode": "gspo"}}
+    losses = {name: {_ACTOR + "loss_agg_mode": mode} for name, mode in _AGGREGATION.items()}
+    losses |= {name: {"algorithm.name": name} for name in ("cispo", "sapo")}
+    levels = {"token": {}, "sequence": {_ACTOR + "policy_loss.loss_mode": "gspo"}}
     return {
         "per_device_train_batch_size": batch,
         "steps_per_generation": _part_of_another,
         "generation_batch_size": _part_of_another,
         "beta": kl,
-        "loss_type": loss,
+        "loss_type": _one_of(losses, "no such loss"),
         "scale_rewards": scale,
-        "importance_sampling_level": lambda value, arguments: is_level.get(value, "use token or sequence"),
+        "importance_sampling_level": _one_of(levels, "use token or sequence"),
         "top_k": lambda value, arguments: {_ARR + "rollout.top_k": value or -1},
         "reward_funcs": lambda value, arguments: "set reward.custom_reward_function.path to the file of the function",
-        "vllm_importance_sampling_correction": lambda value, arguments: (
-            {"algorithm.rollout_correction.rollout_is": "token"} if value else {}
-        ),
-        "use_vllm": lambda value, arguments: {_ARR + "rollout.name": "vllm"} if value else {},
+        "vllm_importance_sampling_correction": _if_true({"algorithm.rollout_correction.rollout_is": "token"}),
+        "use_vllm": _if_true({_ARR + "rollout.name": "vllm"}),
         "log_completions": lambda value, arguments: (
             {"trainer.log_samples": arguments.get("num_completions_to_print") or 4} if value else {}
         ),
@@ -292,16 +287,14 @@ def _ppo(gpus: int) -> dict[str, Rule]:
     def same(*keys: str) -> Rule:
         return lambda value, arguments: dict.fromkeys(keys, value)
 
-    estimators = {"k1": "kl", "k3": "low_var_kl"}
+    estimators = {"k1": {"algorithm.kl_penalty": "kl"}, "k3": {"algorithm.kl_penalty": "low_var_kl"}}
     return {
         "per_device_train_batch_size": batch,
         "num_mini_batches": _part_of_another,
         "learning_rate": same(_ACTOR + "optim.lr", "critic.optim.lr"),
         "num_ppo_epochs": same(_ACTOR + "ppo_epochs", "critic.ppo_epochs"),
         "kl_coef": lambda value, arguments: {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": value},
-        "kl_estimator": lambda value, arguments: (
-            {"algorithm.kl_penalty": estimators[value]} if value in estimators else "use k1 or k3"
-        ),
+        "kl_estimator": _one_of(estimators, "use k1 or k3"),
         "sft_model_path": same(_ARR + "model.path"),
         "reward_model_path": lambda value, arguments: {
             "reward.reward_model.enable": True,
@@ -333,11 +326,12 @@ def _part_of_another(value: Any, arguments: Mapping[str, Any]) -> Values:
     return {}
 
 
-def _schedule(optim: str) -> Rule:
-    names = {"constant_with_warmup": "constant"} | {name: name for name in ("constant", "cosine", "linear")}
-    return lambda value, arguments: (
-        {optim + "lr_scheduler_type": names[value]} if value in names else "use constant, cosine or linear"
-    )
+def _if_true(values: Values) -> Rule:
+    return lambda value, arguments: values if value else {}
+
+
+def _one_of(known: Mapping[str, Values], otherwise: str) -> Rule:
+    return lambda value, arguments: known.get(value, otherwise)
 
 
 def _trackers(value: Any, arguments: Mapping[str, Any]) -> Values | str:

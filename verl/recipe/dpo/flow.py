@@ -22,7 +22,7 @@ from verl.protocol import DataProto
 from verl.recipe.dpo.worker import DPOConfig, DPOSection
 from verl.registry import did_you_mean
 from verl.trainer.output.metrics import group_rows
-from verl.trainer.ppo.operators import SEQUENCES, Roles, Update, UpdatePlan
+from verl.trainer.ppo.operators import SEQUENCES, Roles, Update
 from verl.trainer.startup.inputs import Inputs
 
 SCORES = ("token_level_scores", "token_level_rewards")
@@ -64,12 +64,10 @@ def check_pairs(config: DPOConfig, inputs: Inputs) -> None:
 def online_dpo(flow: DataFlow, config: DPOConfig, roles: Roles) -> DataFlow:
     """Edit the flow of the main trainer."""
     actor = config.actor_rollout_ref.actor
-    plan = UpdatePlan(
-        2 * actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed, rows_per_unit=2
-    )
+    plan = 2 * actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed
     update = Operator(
         "update_actor",
-        Update(roles, "actor", "update_dpo", plan),
+        Update(roles, "actor", "update_dpo", *plan, rows_per_unit=2),
         reads=(*SEQUENCES, "ref_log_prob", "response_mask"),  # and pair_weight, which `pairs` adds to its rows
     )
     flow.insert_before("old_log_prob", Operator("pairs", pairs, reads=("uid", "token_level_rewards")))

@@ -8,6 +8,7 @@ writes.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,9 +20,10 @@ from verl.protocol import DataProto
 from verl.recipe.prime.worker import PrimeConfig, PrimeSection, PromptFilterConfig
 from verl.trainer.output.metrics import group_rows
 from verl.trainer.ppo.dynamic_sampling import PromptQueue, queue_prompts
-from verl.trainer.ppo.operators import SEQUENCES, Roles, Update, UpdatePlan, sequence_columns
+from verl.trainer.ppo.operators import SEQUENCES, Roles, Update, sequence_columns
 
 
+@dataclass(eq=False, repr=False)
 class PromptFilter:
     """Selects `num_prompts` of the generated prompts: those of medium accuracy first, then others.
 
@@ -35,19 +37,11 @@ class PromptFilter:
         stop_token_ids: the end tokens.
     """
 
-    def __init__(
-        self,
-        config: PromptFilterConfig,
-        queue: PromptQueue,
-        num_prompts: int,
-        response_length: int,
-        stop_token_ids: tuple[int, ...],
-    ):
-        self.config = config
-        self.queue = queue
-        self.num_prompts = num_prompts
-        self.response_length = response_length
-        self.stop_token_ids = torch.tensor(stop_token_ids)
+    config: PromptFilterConfig
+    queue: PromptQueue
+    num_prompts: int
+    response_length: int
+    stop_token_ids: tuple[int, ...]
 
     def __call__(self, batch: DataProto) -> DataProto:
         accuracy = outcomes(batch)
@@ -77,7 +71,7 @@ class PromptFilter:
         responses = batch.batch["responses"]
         lengths = batch.batch["attention_mask"][:, -responses.shape[1] :].sum(1)
         last = responses.gather(1, (lengths - 1).clamp(min=0)[:, None]).squeeze(1)
-        return (lengths == self.response_length) & ~torch.isin(last, self.stop_token_ids)
+        return (lengths == self.response_length) & ~torch.isin(last, torch.tensor(self.stop_token_ids))
 
 
 def outcomes(batch: DataProto) -> torch.Tensor:
@@ -116,10 +110,9 @@ def prime_flow(flow: DataFlow, config: PrimeConfig, roles: Roles, stop_token_ids
         flow.insert_after(
             "reward", Operator("filter_prompts", prompt_filter, reads=("uid", "responses", "attention_mask"))
         )
-    plan = UpdatePlan(prime.ppo_mini_batch_size * n, epochs=1, shuffle=False, seed=config.trainer.seed)
     update = Operator(
         "update_prm",
-        Update(roles, "prm", "update_prm", plan),
+        Update(roles, "prm", "update_prm", prime.ppo_mini_batch_size * n),
         reads=(*SEQUENCES, "ref_log_prob", "response_mask", "acc"),
     )
     score = Operator("prm", process_rewards(roles, prime), (*SEQUENCES, "ref_log_prob", "response_mask"), "rm_scores")

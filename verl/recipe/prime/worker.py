@@ -66,14 +66,7 @@ class PrimeConfig(Config):
 
 
 class ImplicitPRMWorker(EngineWorker):
-    """The model phi, which starts as a copy of the policy.
-
-    Args:
-        config: the section `prime`.
-        policy: the section `actor_rollout_ref`.
-        device: `trainer.device`.
-        total_training_steps: length of the run, for the learning-rate schedule.
-    """
+    """The model phi, which starts as a copy of the policy. config: the section `prime`; policy: `actor_rollout_ref`."""
 
     def __init__(
         self, config: PrimeSection, policy: schema.ActorRolloutRefConfig, *, device: str, total_training_steps: int

@@ -3,15 +3,21 @@
 Texts of the run reach the page as JSON only, and page.js inserts them as text nodes, so no response can become markup.
 """
 
+import itertools
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from verl.tracking.curves import PANELS, centred_mean, robust_limits
 from verl.tracking.formatting import best_point, ends, format_duration
-from verl.tracking.metric_names import describe
 from verl.tracking.runs import RecordedRun, Series, open_run, read_lines
 from verl.utils.paths import write_text
 from verl.utils.redaction import printable
@@ -215,3 +221,57 @@ def _thinned(series: Series, limit: int) -> Series:
     stride = -(-len(series) // limit)
     kept = list(series[::stride]) if stride > 1 else list(series)
     return kept if not series or kept[-1] == series[-1] else [*kept, series[-1]]
+
+
+# ---- the meaning of metrics: `metric_names.yaml`, the one list of their names ----------------------------------------
+
+
+@dataclass(frozen=True)
+class Metric:
+    """An entry of the list.
+
+    Attributes:
+        section: heading on the page.
+        names: pattern of names; `*` is any text, `{a,b}` are alternatives.
+        watch: healthy values, and what to do about others; empty if there is nothing to watch.
+    """
+
+    section: str
+    names: str
+    unit: str
+    meaning: str
+    watch: str = ""
+
+    @property
+    def patterns(self) -> list[str]:
+        """The names without alternatives."""
+        parts = [part[1:-1].split(",") if part[:1] == "{" else [part] for part in re.split(r"({[^}]*})", self.names)]
+        return ["".join(choice) for choice in itertools.product(*parts)]
+
+    def matches(self, name: str) -> bool:
+        """Whether a metric is described by this entry."""
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+
+@cache
+def metrics() -> tuple[Metric, ...]:
+    """Every entry of the list, in order. A name is described by the first entry that matches."""
+    text = (Path(__file__).parents[1] / "metric_names.yaml").read_text(encoding="utf-8")
+    sections = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    return tuple(
+        Metric(section, **{key: str(value) for key, value in entry.items()})
+        for section, entries in sections.items()
+        for entry in entries
+    )
+
+
+def find(name: str) -> Metric | None:
+    """The entry of a metric; None if it is not in the list."""
+    return next((metric for metric in metrics() if metric.matches(name)), None)
+
+
+def describe(name: str) -> str:
+    """Meaning of a metric, and what to watch; empty if it is not in the list."""
+    metric = find(name)
+    text = f"{metric.meaning} {metric.watch}".strip() if metric else ""
+    return re.sub(r"`|\[([^]]*)\]\([^)]*\)", lambda match: match[1] or "", text)

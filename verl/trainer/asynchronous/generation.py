@@ -14,12 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from verl.config import schema
-from verl.dataflow import CONTROLLER, HOLD, DataFlow, Operator, Pipeline
+from verl.dataflow import HOLD, DataFlow, Operator, Pipeline
 from verl.protocol import DataProto
 from verl.single_controller.cluster import wait_limits
 from verl.trainer.asynchronous.sample_buffer import AsyncPrompts, SampleBuffer
@@ -27,7 +27,7 @@ from verl.trainer.output.metrics import group_rows
 from verl.trainer.ppo.dynamic_sampling import DynamicSampling, Gathered
 from verl.trainer.ppo.flow import PPORunner
 from verl.trainer.ppo.operators import Prompts, Roles, check_vocabulary, prompt_columns, uses_agent_loop
-from verl.trainer.ppo.rollout_correction import sampled_log_probs
+from verl.trainer.ppo.rollout_correction import copy_log_probs
 from verl.trainer.ppo.weights import RolloutWeights
 from verl.trainer.view import RunView
 
@@ -38,6 +38,7 @@ _IDLE_SECONDS = 0.1  # between two polls of an idle producer
 _JOIN_SECONDS = 10.0  # for the producer to end, once the workers have ended
 
 
+@dataclass(eq=False, repr=False)
 class Generation:
     """Generation in the background, on the rollout's own devices.
 
@@ -46,10 +47,11 @@ class Generation:
         partial: interrupt requests for a push of weights; otherwise wait for their trajectories.
     """
 
-    def __init__(self, roles: Roles, with_columns: bool, partial: bool):
-        self.roles = roles
-        self.with_columns = with_columns
-        self.partial = partial
+    roles: Roles
+    with_columns: bool
+    partial: bool
+
+    def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
@@ -106,14 +108,14 @@ class Generation:
         rollout.resume_generation()
 
 
+@dataclass(eq=False, repr=False)
 class FilterGroups:
     """`filter_groups` of asynchronous training: drops zero-variance groups as they arrive; others are generated.
 
     The limits of `sampling`, the operator of synchronous training, hold for the groups of each training batch.
     """
 
-    def __init__(self, sampling: DynamicSampling):
-        self.sampling = sampling
+    sampling: DynamicSampling
 
     def __call__(self, batch: DataProto) -> object:
         kept, _ = self.sampling.count(batch)
@@ -379,9 +381,7 @@ def use_sampled_log_probs(flow: DataFlow, config: schema.Config) -> DataFlow:
                 "difference (algorithm.rollout_correction.rollout_is=token computes and corrects them: docs/async.md)",
                 f"{k} update{'s' * (k > 1)}",
             )
-            reads = ("rollout_log_probs", "response_mask")
-            copy = Operator("old_log_prob", sampled_log_probs, reads, ("old_log_probs",), CONTROLLER)
-            return flow.replace("old_log_prob", copy)
+            return copy_log_probs(flow)
         why = f"an operator reads {', '.join(sorted(others))}"
     logger.warning(
         "old_log_probs: computed with the weights before the update, because %s. Samples may be %d update%s older than "

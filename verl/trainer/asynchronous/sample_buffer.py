@@ -59,6 +59,7 @@ class Group:
         return int(self.rows.batch["weight_version"].min())
 
 
+@dataclass(eq=False, repr=False)
 class SampleBuffer:
     """Groups that are admitted, generated and waiting for their step.
 
@@ -78,25 +79,19 @@ class SampleBuffer:
         ends: whether the run ends after this step, as after SIGTERM: no further prompts are admitted.
     """
 
-    def __init__(
-        self,
-        queue: "AsyncPrompts",
-        batch_size: int,
-        max_staleness: int,
-        total_steps: int,
-        pad_token_id: int,
-        limits: Limits = Limits(),  # noqa: B008 (frozen)
-    ):
-        self.queue = queue
-        self.batch_size = batch_size
-        self.max_staleness = max_staleness
-        self.total_steps = total_steps
-        self.pad_token_id = pad_token_id
+    queue: "AsyncPrompts"
+    batch_size: int
+    max_staleness: int
+    total_steps: int
+    pad_token_id: int
+    limits: Limits = Limits()  # noqa: RUF009 (frozen)
+
+    def __post_init__(self) -> None:
         self.version = self._first_version = 0
         self.lock = threading.Condition(threading.RLock())
         self.groups: dict[str, Group] = {}  # by uid, in the order of admission
         self._finished: list[str] = []  # uids, in the order of `put`
-        self._durations = Durations(limits)  # of groups, from their admission to the buffer
+        self._durations = Durations(self.limits)  # of groups, from their admission to the buffer
         self._arrived = 0.0  # when the last group arrived, by `time.monotonic`
         self._steps_taken = 0
         self._taken: list[DataProto] = []  # prompts of the last step

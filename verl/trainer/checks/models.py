@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import schema
+from verl.config.checks.run import ModelRole, model_roles
 from verl.config.fields import Schema
 from verl.data.tokenization import load_tokenizer
 from verl.engines import loading
@@ -38,7 +39,7 @@ def check_models(run: Run) -> None:
         if isinstance(config, schema.SFTConfig):
             ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
             check_quantization(config.model, ranks)
-            check_megatron([("engine.megatron", config.model, config.engine.selected, "", ranks)])
+            check_megatron(model_roles(config), {"actor": ("", ranks)})
         return
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward.reward_model
     check_model(policy.model, "causal_lm")
@@ -49,21 +50,13 @@ def check_models(run: Run) -> None:
             "merged: use merged"
         )
     check_moe(config)
-    sections = {
-        "actor": ("actor_rollout_ref.actor", policy.model, policy.actor),
-        "ref": ("actor_rollout_ref.ref", policy.model, policy.ref),
-        "critic": ("critic", critic.model, critic),
-    }
-    pools = {role: pool for placed in pools_of(config, roles_of(config)).values() for role, pool in placed}
-    check_megatron(
-        (f"{name}.megatron", model, section.engine, pools[role].name, pools[role].world_size)
-        for role, (name, model, section) in sections.items()
-        if role in pools
-    )
-    check_quantization(policy.model, pools["actor"].world_size)
+    placed = pools_of(config, roles_of(config)).values()
+    pools = {role: (pool.name, pool.world_size) for roles in placed for role, pool in roles}
+    check_megatron(model_roles(config), pools)
+    check_quantization(policy.model, pools["actor"][1])
     if "critic" in pools:
         check_model(critic.model, "value")
-        check_quantization(critic.model, pools["critic"].world_size)
+        check_quantization(critic.model, pools["critic"][1])
     if reward.enable:
         section = schema.ModelConfig(path=reward.model_path, trust_remote_code=reward.trust_remote_code)
         check_model(section, "reward")
@@ -75,30 +68,21 @@ def check_devices(run: Run) -> None:
     if run.backend == "ray":  # the nodes may differ from this host: the workers check
         return
     device = resolve_device(config.trainer.device)
-    if isinstance(config, schema.SFTConfig):
-        check_device(config.engine.strategy, device)
-        check_kernels(config.model, device)
-        return
-    policy, roles = config.actor_rollout_ref, roles_of(config)
-    check_device(policy.actor.strategy, device)
-    check_kernels(policy.model, device)
-    if "ref" in roles:
-        check_device(policy.ref.strategy, device)
-    if "critic" in roles:
-        check_device(config.critic.strategy, device)
-        check_kernels(config.critic.model, device)
+    names = ["actor"] if isinstance(config, schema.SFTConfig) else roles_of(config)
+    for role in model_roles(config):
+        if role.name in names:
+            check_device(role.strategy, device)
+            check_kernels(role.model, device)
 
 
 def warn_of_narrow_weights(config: Schema) -> None:
     """Warn of trained weights in 16 bits, which small updates do not change."""
-    if isinstance(config, schema.SFTConfig):
-        trained = [("engine", config.model, config.engine.selected)]
-    else:
-        policy, critic = config.actor_rollout_ref, config.critic
-        trained = [("actor_rollout_ref.actor.fsdp_config", policy.model, policy.actor.engine)]
-        trained += [("critic.fsdp", critic.model, critic.engine)] if "critic" in roles_of(config) else []
-    for key, model, engine in trained:
-        dtype = None if model.has_adapters else engine.get("model_dtype")
+    names = ["actor"] if isinstance(config, schema.SFTConfig) else ["actor", *(set(roles_of(config)) & {"critic"})]
+    for role in model_roles(config):
+        if role.name not in names or role.model.has_adapters:
+            continue
+        key, engine = role.engine_key, role.engine
+        dtype = engine.get("model_dtype")
         is_bf16, is_fp16 = dtype in ("bf16", "bfloat16"), dtype in ("fp16", "float16")
         if is_fp16 or (is_bf16 and not engine.stochastic_rounding):
             logger.warning(
@@ -114,10 +98,7 @@ def warn_of_narrow_weights(config: Schema) -> None:
 
 def check_model(model: schema.ModelConfig, kind: str) -> None:
     """The config of a model can be read, accepts its overrides, and fits its use (`verl.engines.loading.check_model`).
-
-    Raises:
-        ValueError: it does not.
-    """
+    Otherwise ValueError."""
     readable_config(model.path, model.override_config, model.trust_remote_code)
     loading.check_model(model, kind)
 
@@ -294,19 +275,19 @@ def check_moe(config: schema.Config) -> None:
         )
 
 
-def check_megatron(roles: Iterable[tuple[str, schema.ModelConfig, object, str, int]]) -> None:
+def check_megatron(roles: Iterable[ModelRole], pools: Mapping[str, tuple[str, int]]) -> None:
     """Models with model-parallel training are supported, and its settings fit them.
 
     Args:
-        roles: name of the engine's section, model, that section, and the pool of processes that host it with their
-            number.
+        pools: role -> the pool of processes that host it, and their number; other roles are not in the run.
 
     Raises:
         ValueError: another architecture, such as one with images; sizes that do not divide the model or the ranks, or
             differ between the models of a process; or keys of experts for a model without them.
     """
     of_pool: dict[str, tuple[str, dict[str, int]]] = {}
-    for name, model, section, pool, ranks in roles:
+    for role in (role for role in roles if role.name in pools):
+        name, model, section, (pool, ranks) = role.engine_key, role.model, role.engine, pools[role.name]
         if not isinstance(section, schema.MegatronConfig):
             continue
         from verl.engines.megatron import checks

@@ -91,7 +91,7 @@ class Run:
     Attributes:
         rows_given: the training dataset was given as an object, so no file has to exist.
         reading: how the settings were read; None: they were given as an object.
-        reward_given: the reward was given as an object.
+        train_dataset, val_dataset, reward: those that were given as objects.
         own_reward: a reward that was given as an object, or registered by custom code.
         cluster: set from stage CONFIG on; None for commands without workers.
         reward_values: names of the values that the reward function returned in its trial call.
@@ -106,7 +106,9 @@ class Run:
     recipe: Recipe = field(default_factory=Recipe)
     rows_given: bool = False
     reading: Reading | None = None
-    reward_given: bool = False
+    train_dataset: Any = None
+    val_dataset: Any = None
+    reward: Any = None
     own_reward: Any = None
     backend: str = "local"
     cluster: "Cluster | None" = None

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from verl.checkpoints.atomic import set_aside_irregular
@@ -75,7 +74,7 @@ def _results(view: RunView, folder: Path, has_file: bool) -> list[str]:
         lines.append(f"model:   {_short_path(model)}")
         responses, run = view.folder / f"responses_{saved.name}.parquet", view.run
         dataset = run.inputs.train_dataset if run.inputs.val_dataset is None else run.inputs.val_dataset
-        commands += offline_commands(run.config, model, responses, run.reward_given, dataset)
+        commands += offline_commands(run.config, model, responses, run.reward is not None, dataset)
     elif saved is not None:
         lines.append(f"checkpoint: {_short_path(saved)}")
         commands.append(f"verl merge --local_dir {_typed(saved / 'actor')} --target_dir {_typed(saved / 'merged')}")
@@ -255,11 +254,14 @@ def record_folder(folder: Path, val_only: bool) -> Path:
 
 
 class RunLog:
-    """Context manager around a run, from before its workers start. The tracker `console` adds a panel and a summary.
+    """The log of a run. The tracker `console` adds a panel and a summary.
 
     Args:
         draw: (batch, count) -> samples of a batch, as rows of a table.
         record: batch -> what `verl report` shows of it.
+
+    Attributes:
+        record: context manager around the run, from before its workers start.
     """
 
     def __init__(
@@ -281,7 +283,7 @@ class RunLog:
             "changed": {key: {"value": self._flat[key], "default": defaults[key]} for key in self._changed},
         }
         is_new = not view.run.is_recorded
-        self._record = RunRecord(self._folder, about, view.run.warnings, lambda: view.step, is_new)
+        self.record = RunRecord(self._folder, about, view.run.warnings, lambda: view.step, is_new)
         dataset = view.run.inputs.val_dataset
         self._divergence = DivergenceWatch(prompts=None if dataset is None else len(dataset))
         self._count = self._settings.get("log_samples", 0)  # not in SFT
@@ -289,20 +291,13 @@ class RunLog:
         self._progress: TrainingProgress | None = None
         self._tracking: Tracking
 
-    def __enter__(self) -> "RunLog":
-        self._record.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        self._record.__exit__(kind, error, trace)
-
     @contextmanager
     def steps(self) -> Iterator[None]:
         """Context of the steps, after the checkpoint is loaded."""
         view, settings, start = self._view, self._settings, time.monotonic()
         resumed = view.step  # 0: the run has not been resumed
         recorded = resumed if self._folder == view.folder else 0
-        self._record.resume(recorded)
+        self.record.resume(recorded)
         view.run.is_recorded = True
         if "console" in settings.logger:
             title = f"{settings.project_name}/{settings.experiment_name}"
@@ -346,7 +341,7 @@ class RunLog:
         self._log(step, report.metrics)
         if self._count:
             self._tracking.log_samples("train/generations", self._draw(batch, self._count), step)
-        self._record.add_step(step, lambda: self._make_record(batch), step == self._view.total_steps)
+        self.record.add_step(step, lambda: self._make_record(batch), step == self._view.total_steps)
 
     def validation(self, metrics: Mapping[str, float], samples: Rows) -> None:
         """Log a validation."""

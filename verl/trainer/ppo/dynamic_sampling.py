@@ -98,9 +98,6 @@ class Gathered:
     empty: int = 0
 
 
-#: names of fields in checkpoints of earlier releases
-_OLD_NAMES = {"alike": "zero_variance", "answers": "responses", "held": "kept"}
-
 _WARN_PASSES = 5  # a warning per this many passes without a kept group
 
 
@@ -256,7 +253,7 @@ class DynamicSampling(Stateful):
         return {name: list(value) if isinstance(value, list) else value for name, value in vars(self.gathered).items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.gathered = Gathered(**{_OLD_NAMES.get(name, name): value for name, value in state.items()})
+        self.gathered = Gathered(**state)
 
 
 def queue_prompts(flow: DataFlow, size: int) -> PromptQueue:

@@ -30,7 +30,6 @@ from verl.trainer.ppo.operators import (
     Reward,
     Roles,
     Update,
-    UpdatePlan,
     advantage,
     free_rollout_cache,
     generate,
@@ -167,18 +166,18 @@ def _add_updates(flow: DataFlow, config: schema.Config, roles: Roles) -> DataFlo
     actor = config.actor_rollout_ref.actor
     n = config.actor_rollout_ref.rollout.n
     if "values" in estimator_columns(config.algorithm):
-        plan = UpdatePlan(critic.ppo_mini_batch_size * n, critic.ppo_epochs, critic.shuffle, critic.data_loader_seed)
-        update = Update(roles, "critic", "update_critic", plan)
+        plan = critic.ppo_mini_batch_size * n, critic.ppo_epochs, critic.shuffle, critic.data_loader_seed
+        update = Update(roles, "critic", "update_critic", *plan)
         reads = (*SEQUENCES, "values", "returns", "response_mask")
         flow.add_operator(Operator("update_critic", update, reads, on="critic"))
     warmup = config.trainer.critic_warmup
-    plan = UpdatePlan(actor.ppo_mini_batch_size * n, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed, warmup)
+    plan = actor.ppo_mini_batch_size * n, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed, warmup
     experts = (
         ROUTED_EXPERTS if actor.router_replay.mode == "R2" or "routed_experts" in generated_columns(config) else ()
     )
     required = (*SEQUENCES, "old_log_probs", "advantages", "response_mask", *loss_columns(config), *experts)
     reads, on = _reads_and_process(flow, get_policy_loss_fn(actor.policy_loss.loss_mode), required, "actor")
-    return flow.add_operator(Operator("update_actor", Update(roles, "actor", "update_actor", plan), reads, on=on))
+    return flow.add_operator(Operator("update_actor", Update(roles, "actor", "update_actor", *plan), reads, on=on))
 
 
 def should_free_cache(config: schema.Config) -> bool:
@@ -241,12 +240,7 @@ def skip_old_log_prob(flow: DataFlow, config: schema.Config) -> DataFlow:
 
 
 class PPORunner(FlowRunner):
-    """Runs generation and training one after the other.
-
-    Args:
-        view: the run.
-        weights: the weights of the rollout.
-    """
+    """Runs generation and training one after the other."""
 
     def __init__(self, view: RunView, weights: "RolloutWeights"):
         super().__init__(view)

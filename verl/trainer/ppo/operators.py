@@ -206,6 +206,7 @@ def free_rollout_cache(roles: Roles) -> Callable[[DataProto], None]:
     return free
 
 
+@dataclass(eq=False, repr=False)
 class Reward:
     """Scores the responses with the reward manager.
 
@@ -215,9 +216,8 @@ class Reward:
             nothing can be learned. All values of a sample are moved together, so that no estimator sees the true ones.
     """
 
-    def __init__(self, manager: RewardManager, shuffle_seed: int | None = None):
-        self.manager = manager
-        self.shuffle_seed = shuffle_seed
+    manager: RewardManager
+    shuffle_seed: int | None = None
 
     def __call__(self, batch: DataProto) -> DataProto:
         rewards = self.manager(batch, return_dict=True)
@@ -259,17 +259,17 @@ def model_scores(roles: Roles) -> Callable[[DataProto], DataProto]:
     return rm
 
 
+@dataclass(eq=False, repr=False)
 class GreedyBaseline:
     """The reward of one greedy response to each prompt (ReMax, Li et al. 2023, arXiv 2310.10505).
 
     Two operators: `generate`, directly after the samples while the rollout is awake, and `score`.
     """
 
-    def __init__(self, config: schema.Config, roles: Roles, manager: RewardManager):
-        self.config = config
-        self.roles = roles
-        self.manager = manager
-        self._responses: DataProto | None = None  # one row per prompt, between the two operators of one pass
+    config: schema.Config
+    roles: Roles
+    manager: RewardManager
+    _responses: DataProto | None = None  # one row per prompt, between the two operators of one pass
 
     def generate(self, batch: DataProto) -> None:
         """Generate a greedy response to every prompt of the batch."""
@@ -335,15 +335,15 @@ def infer(roles: Roles, role: str, method: str) -> Callable[[DataProto], DataPro
     return infer_sequences
 
 
+@dataclass(eq=False, repr=False)
 class KLInReward(Stateful):
     """reward_t <- reward_t - coefficient * KL_t, by a kind of `kl_penalty`. The coefficient may adapt, so it is state.
 
     The penalty is subtracted from the current rewards, so changes by earlier operators are kept.
     """
 
-    def __init__(self, controller: FixedKLController, kl_estimator: str):
-        self.controller = controller
-        self.kl_estimator = kl_estimator
+    controller: FixedKLController
+    kl_estimator: str
 
     def __call__(self, batch: DataProto) -> DataProto:
         columns = batch.tensors
@@ -380,40 +380,19 @@ def advantage(algorithm: schema.AlgorithmConfig) -> Callable[[DataProto], DataPr
     return adv
 
 
-@dataclass(frozen=True)
-class UpdatePlan:
-    """How a batch is split into optimizer steps.
-
-    Args:
-        mini_batch_rows: rows of one optimizer step, over all ranks.
-        epochs: passes over the batch.
-        shuffle: shuffle each pass; the order depends on seed and step.
-        seed: seed of the shuffle.
-        warmup: training steps without an update, while only the critic is trained.
-        rows_per_unit: consecutive rows that stay together (2 for preference pairs).
-    """
-
-    mini_batch_rows: int
-    epochs: int = 1
-    shuffle: bool = False
-    seed: int = 0
-    warmup: int = 0
-    rows_per_unit: int = 1
-
-
-def order_rows_for_ranks(lengths: Sequence[int], plan: UpdatePlan, ranks: int, seed: int) -> list[int]:
+def order_rows_for_ranks(lengths: Sequence[int], update: "Update", ranks: int, seed: int) -> list[int]:
     """Order the units of one pass so that splitting them evenly gives each rank its share of every mini-batch.
 
     A mini-batch contains the same rows for any number of ranks. The shares of the ranks have about the same number of
     tokens. lengths: tokens of each unit.
     """
     rows = list(range(len(lengths)))
-    if plan.shuffle:
+    if update.shuffle:
         rows = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
     if ranks == 1:
         return rows
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    size = plan.mini_batch_rows // plan.rows_per_unit
+    size = update.mini_batch_rows // update.rows_per_unit
     for start in range(0, len(rows), size):
         mini = rows[start : start + size]
         for share, members in zip(shares, balanced_partition([lengths[i] for i in mini], ranks, equal_size=True)):
@@ -429,33 +408,47 @@ def update_rows(batch: DataProto) -> DataProto:
     return rows
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Update:
-    """Updates the actor or the critic: calls `method` of the role's workers once per pass."""
+    """Updates the actor or the critic: calls `method` of the role's workers once per pass.
 
-    def __init__(self, roles: Roles, role: str, method: str, plan: UpdatePlan):
-        self.roles = roles
-        self.role = role
-        self.method = method
-        self.plan = plan
+    Args:
+        mini_batch_rows: rows of one optimizer step, over all ranks.
+        epochs: passes over the batch.
+        shuffle: shuffle each pass; the order depends on seed and step.
+        seed: seed of the shuffle.
+        warmup: training steps without an update, while only the critic is trained.
+        rows_per_unit: consecutive rows that stay together (2 for preference pairs).
+    """
+
+    roles: Roles
+    role: str
+    method: str
+    mini_batch_rows: int
+    epochs: int = 1
+    shuffle: bool = False
+    seed: int = 0
+    warmup: int = 0
+    rows_per_unit: int = 1
 
     def __call__(self, batch: DataProto) -> None:
-        step, plan = batch.meta_info["global_step"], self.plan
+        step, unit_rows = batch.meta_info["global_step"], self.rows_per_unit
         if step < 1:
             raise ValueError(
                 f"training steps are numbered from 1, found global_step {step}: call trainer.step(), or increment "
                 "trainer.global_step before pipeline.run()"
             )
-        if step <= plan.warmup:
+        if step <= self.warmup:
             return
         group = self.roles[self.role]
         ranks = group.layout().dp_size
         rows = update_rows(batch)
-        lengths = rows.batch["attention_mask"].sum(1).view(-1, plan.rows_per_unit).sum(1).tolist()
+        lengths = rows.batch["attention_mask"].sum(1).view(-1, unit_rows).sum(1).tolist()
         sums = MetricSums()
-        for epoch in range(plan.epochs):
-            units = order_rows_for_ranks(lengths, plan, ranks, fork_seed(plan.seed, step, epoch))
-            order = [unit * plan.rows_per_unit + i for unit in units for i in range(plan.rows_per_unit)]
+        for epoch in range(self.epochs):
+            units = order_rows_for_ranks(lengths, self, ranks, fork_seed(self.seed, step, epoch))
+            order = [unit * unit_rows + i for unit in units for i in range(unit_rows)]
             ordered = rows if order == list(range(len(order))) else rows[order]
-            ordered.meta_info.update(mini_batch_rows=plan.mini_batch_rows, last_pass=epoch == plan.epochs - 1)
+            ordered.meta_info.update(mini_batch_rows=self.mini_batch_rows, last_pass=epoch == self.epochs - 1)
             sums.add(group.submit(self.method, ordered).get())
         batch.meta_info["metrics"] = {name: total / count for name, (total, count) in sums.result().items()}

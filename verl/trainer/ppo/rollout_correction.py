@@ -55,24 +55,27 @@ def rollout_correction(correction: schema.RolloutCorrectionConfig) -> Callable[[
     return correct
 
 
-def sampled_log_probs(batch: DataProto) -> dict:
-    """Bypass mode: use rollout log-probs as old_log_probs. ValueError if one is NaN or infinite."""
-    checked_column("rollout_log_probs", batch.batch["rollout_log_probs"], batch.batch["response_mask"])
-    return {"old_log_probs": batch.batch["rollout_log_probs"]}
+def copy_log_probs(flow: DataFlow) -> DataFlow:
+    """Use rollout log-probs as old_log_probs. A step raises ValueError if one is NaN or infinite."""
+
+    def copy(batch: DataProto) -> dict:
+        checked_column("rollout_log_probs", batch.batch["rollout_log_probs"], batch.batch["response_mask"])
+        return {"old_log_probs": batch.batch["rollout_log_probs"]}
+
+    reads = ("rollout_log_probs", "response_mask")
+    return flow.replace("old_log_prob", Operator("old_log_prob", copy, reads, ("old_log_probs",), CONTROLLER))
 
 
 def correct_rollout(flow: DataFlow, config: schema.Config) -> DataFlow:
     """Edit the flow as configured by `algorithm.rollout_correction`; unchanged by default."""
     correction = config.algorithm.rollout_correction
-    reads = ("rollout_log_probs", "response_mask")
     if correction.bypass_mode:
-        copy = Operator("old_log_prob", sampled_log_probs, reads, ("old_log_probs",), CONTROLLER)
-        return flow.replace("old_log_prob", copy)
+        return copy_log_probs(flow)
     writes = ("rollout_is_weights",) * (correction.rollout_is is not None)
     writes += ("loss_mask",) * (correction.rollout_rs is not None)
     if not writes:
         return flow
-    reads = ("old_log_probs", *reads)
+    reads = ("old_log_probs", "rollout_log_probs", "response_mask")
     flow.insert_after(
         "old_log_prob", Operator("rollout_correction", rollout_correction(correction), reads, writes, CONTROLLER)
     )

@@ -6,7 +6,6 @@ workers load it; the object itself is not changed.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,37 +22,11 @@ from verl.utils.log import setup_logging
 _MODEL_FOLDER = "initial_model"
 
 
-@dataclass
-class TrainerArguments:
-    """Configuration, datasets and reward as `prepare_run` and `load_inputs` take them.
-
-    Attributes:
-        settings, overrides: as `open_run` takes them.
-        train_dataset, val_dataset: None if they are files, which are then settings.
-        reward: a reward function or manager; None if it is named by a setting.
-    """
-
-    settings: Settings
-    overrides: Overrides = ()
-    train_dataset: Any = None
-    val_dataset: Any = None
-    reward: Any = None
-
-    def override(self, settings: Mapping[str, Any]) -> None:
-        """Add overrides, in the form of the ones so far: a dictionary, or "key=value" strings."""
-        if not settings:
-            return
-        if isinstance(self.overrides, Mapping):
-            self.overrides = {**flatten(self.overrides), **settings}
-        else:
-            self.overrides = [*self.overrides, *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
-
-
-def read_arguments(
+def prepare_run(
     config: Settings,
     config_path: str | Path | None,
     overrides: Overrides,
-    expected: type[Schema],
+    recipe: Recipe,
     *,
     train_dataset: Any = None,
     val_dataset: Any = None,
@@ -61,56 +34,50 @@ def read_arguments(
     model: Any = None,
     tokenizer: Any = None,
     settings: Mapping[str, Any] | None = None,
-) -> TrainerArguments:
-    """Read the arguments of a trainer.
+    cluster: Cluster | None = None,
+    backend: str | None = None,
+) -> Run:
+    """Read the arguments of a trainer, choose the cluster, and run the checks up to CONFIG.
 
     Args:
-        config: a configuration of the class `expected`, a dictionary or a file.
-        config_path: a file; the same as `config`.
-        overrides: "key=value" strings or a dictionary.
-        train_dataset, val_dataset: rows, a dataset, or a path or a list of paths.
-        rewards: argument name -> reward, at most one that is not None. A string names a registered reward function.
-        model: a model object of transformers; requires `tokenizer`.
+        rewards: argument name -> reward, at most one that is not None.
         settings: further settings; None is not set.
+        backend: of the cluster that is chosen; None: `trainer.backend`. Other arguments as of `PPOTrainer`.
 
     Raises:
         ValueError: two arguments exclude each other, or one is not supported.
         TypeError: a config or overrides of another type.
     """
-    arguments = _read_config(config, config_path, overrides, expected)
-    arguments.override({key: value for key, value in (settings or {}).items() if value is not None})
-    for name, key, dataset in (
-        ("train_dataset", "data.train_files", train_dataset),
-        ("val_dataset", "data.val_files", val_dataset),
-    ):
-        if (paths := _paths(dataset)) is None:
-            setattr(arguments, name, dataset)
-        else:
-            arguments.override({key: paths})
+    config = _read_config(config, config_path, overrides, recipe.schema)
     rewards = {name: reward for name, reward in (rewards or {}).items() if reward is not None}
     if len(rewards) > 1:
         raise ValueError(f"{' and '.join(rewards)} are the same argument: give one of them")
-    arguments.reward = next(iter(rewards.values()), None)
-    if isinstance(arguments.reward, str):
-        arguments.override({"reward.reward_function": arguments.reward})
-        arguments.reward = None
+    reward = next(iter(rewards.values()), None)
+    further = {key: value for key, value in (settings or {}).items() if value is not None}
+    if isinstance(reward, str):
+        further["reward.reward_function"], reward = reward, None
+    files = {"data.train_files": _paths(train_dataset), "data.val_files": _paths(val_dataset)}
+    overrides = _joined(overrides, further | {key: paths for key, paths in files.items() if paths is not None})
     if model is not None:
-        _write_model(arguments, expected, model, tokenizer)
-    return arguments
+        overrides = _joined(overrides, _write_model(config, overrides, recipe.schema, model, tokenizer))
+    train, val = (data if paths is None else None for data, paths in zip((train_dataset, val_dataset), files.values()))
+    run = open_run(config, overrides, recipe, base=files_of_datasets(train, val), rows_given=train is not None)
+    run.train_dataset, run.val_dataset, run.reward = train, val, reward
+    _choose_cluster(run, cluster, backend)
+    run_checks(run, CONFIG)
+    return run
 
 
-def prepare_run(
-    arguments: TrainerArguments, recipe: Recipe, *, cluster: Cluster | None = None, backend: str | None = None
-) -> Run:
-    """Read the settings unless they were read, choose the cluster, and run the checks up to CONFIG.
+def _joined(overrides: Overrides, settings: Mapping[str, Any]) -> Overrides:
+    """Overrides with further ones, in the form of the ones so far: a dictionary, or "key=value" strings."""
+    if not settings:
+        return overrides
+    if isinstance(overrides, Mapping):
+        return {**flatten(overrides), **settings}
+    return [*overrides, *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
 
-    Args:
-        cluster: where the workers run; None: `make_cluster` chooses.
-        backend: of that cluster; None: `trainer.backend`.
-    """
-    train, val = arguments.train_dataset, arguments.val_dataset
-    files, rows_given = files_of_datasets(train, val), train is not None
-    run = open_run(arguments.settings, arguments.overrides, recipe, base=files, rows_given=rows_given)
+
+def _choose_cluster(run: Run, cluster: Cluster | None, backend: str | None) -> None:
     if isinstance(run.config, schema.Config) and run.config.placement.auto:
         from verl.trainer.checks.planning import apply_auto_placement
 
@@ -122,12 +89,10 @@ def prepare_run(
     if run.backend not in CLUSTERS:
         raise ValueError(f"no backend is called {run.backend!r}: {did_you_mean(run.backend, CLUSTERS)}")
     run.cluster = cluster or make_cluster(run.config, run.backend)
-    run_checks(run, CONFIG)
-    return run
 
 
-def _read_config(config: Any, config_path: Any, overrides: Any, expected: type[Schema]) -> TrainerArguments:
-    """Settings from `config` or `config_path`, and overrides. Refuses what would be ignored, and other types."""
+def _read_config(config: Any, config_path: Any, overrides: Any, expected: type[Schema]) -> Settings:
+    """The settings of `config` or `config_path`. Refuses what would be ignored, and other types."""
     if isinstance(overrides, str):
         raise TypeError(f"overrides: expected a list, found the string {overrides!r}: use overrides=[{overrides!r}]")
     if config is not None and config_path is not None:
@@ -135,12 +100,12 @@ def _read_config(config: Any, config_path: Any, overrides: Any, expected: type[S
     if isinstance(config, str) and "=" in config:
         raise TypeError(f"config: expected a file, found {config!r}: for keys, use overrides=[{config!r}]")
     if config is None or isinstance(config, str | Path | Mapping):
-        return TrainerArguments(config_path if config is None else config, overrides)
+        return config_path if config is None else config
     if not isinstance(config.config if isinstance(config, Run) else config, expected):
         raise TypeError(
             f"config: expected a {expected.__name__}, a dict or the path of a YAML file, found {type(config).__name__}"
         )
-    return TrainerArguments(config, overrides)
+    return config
 
 
 def _paths(dataset: Any) -> list[str] | None:
@@ -152,8 +117,10 @@ def _paths(dataset: Any) -> list[str] | None:
     return None
 
 
-def _write_model(arguments: TrainerArguments, expected: type[Schema], model: Any, tokenizer: Any) -> None:
-    """Write a model and its tokenizer to a folder of the run, and set the path of the model to it."""
+def _write_model(
+    config: Settings, overrides: Overrides, expected: type[Schema], model: Any, tokenizer: Any
+) -> dict[str, str]:
+    """Write a model and its tokenizer to a folder of the run. Returns the setting of its path."""
     key = "model.path" if expected is schema.SFTConfig else "actor_rollout_ref.model.path"
     if tokenizer is None:
         raise ValueError(f"model: a model object needs its tokenizer: give tokenizer=, or {key} instead of model")
@@ -163,7 +130,6 @@ def _write_model(arguments: TrainerArguments, expected: type[Schema], model: Any
                 f"{name}: expected {kind} of transformers, found {type(value).__name__}; for a folder or a name of "
                 f"the hub, set {key}"
             )
-    config, overrides = arguments.settings, arguments.overrides
     if not isinstance(config, Schema):
         config = load_config(config, overrides, schema=expected)
     elif overrides:
@@ -179,4 +145,4 @@ def _write_model(arguments: TrainerArguments, expected: type[Schema], model: Any
     folder = Path(config.trainer.default_local_dir).absolute() / _MODEL_FOLDER
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    arguments.override({key: str(folder)})
+    return {key: str(folder)}

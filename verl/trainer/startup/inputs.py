@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
@@ -28,6 +28,9 @@ from verl.rewards import RewardManager, as_reward_manager, load_reward_manager
 from verl.rewards.functions import ScoreFunction, check_registered
 from verl.trainer.checks.models import ModelLimits
 from verl.utils.data_names import with_split
+
+if TYPE_CHECKING:
+    from verl.trainer.checks.preflight import Run
 
 logger = logging.getLogger("verl.trainer")
 
@@ -57,14 +60,9 @@ class Inputs:
         return ModelLimits.from_config(self.model)
 
 
-def load_inputs(
-    config: schema.Config,
-    train_dataset: Dataset | None = None,
-    val_dataset: Dataset | None = None,
-    reward_manager: Any = None,
-    tokenizer: Any = None,
-) -> Inputs:
-    """Load the inputs that are not given as objects. reward_manager: see `given_rewards`."""
+def load_inputs(run: "Run", tokenizer: Any = None) -> Inputs:
+    """Load the inputs that are not given as objects. tokenizer: None: that of the model."""
+    config, train_dataset = run.config, run.train_dataset
     set_helper_environment(config.trainer.worker_env)
     model = config.actor_rollout_ref.model
     if tokenizer is None and isinstance(train_dataset, RLHFDataset):
@@ -72,12 +70,10 @@ def load_inputs(
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(model)
     processor = load_processor(model, tokenizer)
     note_unused_media_keys(config.data, processor)
-    if reward_manager is None:
-        rewards = load_rewards(config, tokenizer)
-    else:
-        rewards = given_rewards(config, tokenizer, reward_manager)
+    rewards = load_rewards(config, tokenizer) if run.reward is None else given_rewards(config, tokenizer, run.reward)
+    run.own_reward = own_reward(run.reward, rewards, config.reward.reward_function)
     train = as_dataset(config, tokenizer, train_dataset, config.data.train_max_samples, processor)
-    val = as_dataset(config, tokenizer, val_dataset, config.data.val_max_samples, processor)
+    val = as_dataset(config, tokenizer, run.val_dataset, config.data.val_max_samples, processor)
     if train is None:
         train = _list_bad_rows(config, lambda: load_dataset(config, tokenizer, processor))
     val = val if val is not None else load_val_dataset(config, tokenizer, processor)
@@ -85,16 +81,11 @@ def load_inputs(
     return Inputs(model, tokenizer, train, val, rewards, collate, processor)
 
 
-def load_sft_inputs(
-    config: schema.SFTConfig,
-    train_dataset: Dataset | None = None,
-    val_dataset: Dataset | None = None,
-    tokenizer: Any = None,
-) -> Inputs:
+def load_sft_inputs(run: "Run", tokenizer: Any = None) -> Inputs:
     """Like `load_inputs`, for SFT."""
     from verl.data.sft_dataset import SFTDataset, collate_sft
 
-    data, cls = config.data, dataset_class(config, SFTDataset)
+    config, data, cls = run.config, run.config.data, dataset_class(run.config, SFTDataset)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
     note_unused_media_keys(data, processor)
@@ -109,7 +100,7 @@ def load_sft_inputs(
 
     train, val = (
         cls(dataset, tokenizer, data, processor=processor) if are_rows(dataset, SFT_TOKENS) else dataset
-        for dataset in (train_dataset, val_dataset)
+        for dataset in (run.train_dataset, run.val_dataset)
     )
     if train is None:
         further = {"needed": functools.partial(_rows_of_run, config)} if cls is SFTDataset else {}

@@ -35,13 +35,11 @@ def print_config_errors_plainly() -> None:
 
 
 def dry_run(build: Callable[[], Any], verbose: bool = False) -> int:
-    """Run all checks, print their number (verbose: their names) and the plan, and stop before workers start.
+    """Run all checks, print their number (verbose: their names) and the plan, and stop before workers start. Returns
+    the exit status.
 
     Args:
         build: makes what has `passed_checks()`, the names of the checks, and `plan()`, the run in one paragraph.
-
-    Returns:
-        The exit status.
     """
     setup_logging()
     try:

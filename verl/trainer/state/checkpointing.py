@@ -321,14 +321,11 @@ class Checkpointer:
             raise ValueError(f"the run cannot return to an earlier step: there is no checkpoint in {self.store.root}")
 
     def rewind(self, into_workers: bool) -> int:
-        """Return to the last checkpoint of this run: `Trainer.rewind`.
+        """Return to the last checkpoint of this run: `Trainer.rewind`. Returns its step.
 
         Args:
             into_workers: restore it now. Otherwise, return to the state before the first step, and the next `load`
                 continues from the newest checkpoint, if there is one.
-
-        Returns:
-            The step.
         """
         if into_workers:
             self.wait()

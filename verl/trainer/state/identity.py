@@ -71,7 +71,6 @@ class Identity:
     """What identifies the experiment of a configuration.
 
     Args:
-        config: the configuration.
         working_dir: relative paths refer to it.
         reward: a reward that is not in a file; None if there is none.
     """
@@ -189,7 +188,6 @@ def fingerprint(path: Path, known: Mapping[tuple, Fingerprint] | None = None) ->
     files are hashed completely.
 
     Args:
-        path: the file.
         known: (name, bytes, time) -> fingerprint; such a large file is not read.
     """
     status = path.stat()
