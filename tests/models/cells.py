@@ -168,4 +168,6 @@ def write_record(outcomes: dict[str, dict[str, Outcome]], releases: dict[str, st
         }
     families = {name: families[name] for name in sorted(families) if name in TINY}
     read_record.cache_clear()
-    RECORD.write_text(json.dumps({"releases": releases, "families": families}, indent=1) + "\n", encoding="utf-8")
+    rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(cells)}" for name, cells in families.items())
+    text = f'{{"releases": {json.dumps(releases)},\n"families": {{\n{rows}\n}}}}\n'
+    RECORD.write_text(text, encoding="utf-8")
