@@ -206,6 +206,8 @@ def test_a_small_cache_runs_fewer_rows_at_once():
         "bert": "bidirectional",
         "rwkv": "takes no cache",
         "bart": "takes no position_ids",
+        "doge": "change the attention mask or add a position bias",
+        "recurrent_gemma": "keep their states themselves",
     }.items(),
 )
 def test_refused_by_name_before_loading(kind, reason):

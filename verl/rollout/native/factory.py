@@ -12,7 +12,7 @@ from verl.modeling.huggingface import read_config
 from verl.rollout.base import RolloutEnv, SharesWeights
 from verl.rollout.loading import empty_module, engine_dtype, load_module
 from verl.rollout.native.engine import NativeRollout
-from verl.rollout.native.generic.support import check_modules
+from verl.rollout.native.generic.support import check_forward
 from verl.rollout.native.model import is_readable
 from verl.rollout.native.slices import KEY, SliceReceiver, Slices, check_sizes
 from verl.rollout.tensor_parallel import TensorParallel
@@ -80,13 +80,13 @@ def check_model(architectures: Iterable[str], sizes: Mapping[str, Any], ranks: i
 
     for architecture in architectures:
         # other heads are ignored when the model is loaded
-        names_head = architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+        names_head = "LMHead" in architecture or architecture.endswith(("ForCausalLM", "ForConditionalGeneration"))
         if names_head and not is_readable(architecture, sizes):
             if ranks > 1:
                 raise ValueError(f"{KEY}={ranks} is not supported for {architecture}, which has no fused layers: use 1")
             # None: the code comes with the model, and is checked when it is loaded
             if (model_class := getattr(transformers, architecture, None)) is not None:
-                check_modules(model_class, transformers.AutoConfig.for_model(**sizes))
+                check_forward(model_class, transformers.AutoConfig.for_model(**sizes))
     if ranks > 1:
         check_sizes(sizes, ranks)
 
