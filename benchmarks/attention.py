@@ -67,7 +67,7 @@ def measure(name: str, rows: int, context: int, options: list[tuple], bytes_per_
     for warps, stages, blocks_at_once, programs in options:
         launch = {"num_warps": warps, "num_stages": stages, "ROUND": blocks_at_once}
         cuda_decoder.attention_launch = lambda rows, head_dim, launch=launch: launch
-        cuda_decoder._TARGET_PROGRAMS = programs
+        cuda_decoder.TARGET_PROGRAMS = programs
         took = microseconds(run)
         setting = [name, rows, context, warps, stages, blocks_at_once, programs]
         lines.append([*setting, f"{took:.1f}", f"{floor:.1f}", f"{took / floor:.2f}"])
