@@ -370,8 +370,7 @@ def checked(module: nn.Module, spec: ModelSpec) -> nn.Module:
         return checked(module, spec)
     # a classifier returns the logits of the last token of a row
     computed = model.head(hidden[model_input.states] if is_policy else hidden[model_input.states[[1, 4]] + 1])
-    if packs:
-        attention.use_default_attention(module)
+    module.set_attn_implementation("eager")  # other implementations ignore arguments, such as a softcap
     alone = [module(row[None, :n].to(device), use_cache=False).logits[0] for row, n in zip(ids, lengths)]
     expected = torch.cat([logits[2:-1] for logits in alone] if is_policy else [logits[None] for logits in alone])
     difference, scale = (computed - expected).abs().max().item(), expected.abs().max().item()
@@ -380,7 +379,9 @@ def checked(module: nn.Module, spec: ModelSpec) -> nn.Module:
         module.set_attn_implementation(implementation)
         return module
     if packs:
-        return checked(module, spec)
+        attention.use_default_attention(module)
+    if packs or "sdpa" in implementation.values():
+        return checked(module, spec)  # padded, or padded with the implementation that is set now
     raise ValueError(
         f"{type(module).__name__}: padded rows get other logits than each row alone (by {difference:.2g}), so their "
         "log-probs would be wrong: it is not causal, or it reads the padding. It is not supported"
