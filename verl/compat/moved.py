@@ -95,7 +95,8 @@ verl.trainer.output -> verl.trainer: step_report:view
 verl.trainer -> verl.trainer.asynchronous: sample_buffer
 verl.trainer -> verl.trainer.checks: agents unused_settings:config model_limits:models planning early_checks:preflight
 verl.trainer -> verl.trainer.checks: preflight
-verl.trainer.checks -> verl.trainer.checks: algorithm:config unused_settings:config model_config:models model_limits:models
+verl.trainer.checks -> verl.trainer.checks: algorithm:config unused_settings:config model_config:models
+verl.trainer.checks -> verl.trainer.checks: model_limits:models
 verl.trainer.startup -> verl.trainer.checks: recipe:preflight
 verl.trainer -> verl.trainer.guards: validation_watch:early_stopping interruption
 verl.trainer.checks -> verl.trainer.guards: faults
