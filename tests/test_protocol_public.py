@@ -228,3 +228,10 @@ def test_nested_tensors_are_serialized(layout):
     nested = torch.nested.as_nested_tensor([torch.arange(2), torch.arange(3)], layout=layout)
     back = protocol.deserialize_tensordict(protocol.serialize_tensordict(TensorDict({"n": nested}, batch_size=[2])))
     assert back["n"].layout == layout and [row.tolist() for row in back["n"].unbind()] == [[0, 1], [0, 1, 2]]
+
+
+def test_rows_without_tensor_columns_have_no_tensors_either():
+    batch = DataProto(None, {"answer": np.array(["a", "b"], dtype=object)})
+    assert batch[1].batch is None and batch[1].non_tensor_batch == {"answer": "b"}
+    collated = protocol.collate_fn([batch[1], batch[0]])
+    assert collated.batch is None and collated.non_tensor_batch["answer"].tolist() == ["b", "a"]

@@ -259,7 +259,7 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
     """Make a batch from rows that were taken from batches with the same columns. Metadata is not kept."""
     items = list(x)
     names = {k: [item.non_tensor_batch[k] for item in items] for k in items[0].non_tensor_batch}
-    return DataProto(torch.stack([item.batch for item in items]), names)
+    return DataProto(None if items[0].batch is None else torch.stack([item.batch for item in items]), names)
 
 
 def all_gather_data_proto(data: DataProto, process_group: torch.distributed.ProcessGroup | None) -> None:

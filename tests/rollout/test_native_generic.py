@@ -214,13 +214,15 @@ def test_refused_by_name_before_loading(kind, reason):
     config = AutoConfig.for_model(kind)
     name = AutoModelForCausalLM._model_mapping[type(config)].__name__
     with pytest.raises(ValueError, match=f"rollout.name=native does not support {name}: .*{reason}.*rollout.name=hf"):
-        check_model([name], config.to_dict(), 1)
+        check_model([name], config.to_dict(), 1, False)
 
 
 def test_settings_that_need_fused_layers_are_refused_by_name():
     sizes = AutoConfig.for_model("olmo3").to_dict()
     with pytest.raises(ValueError, match=r"tensor_model_parallel_size=2 is not supported for Olmo3ForCausalLM"):
-        check_model(["Olmo3ForCausalLM"], sizes, 2)
+        check_model(["Olmo3ForCausalLM"], sizes, 2, False)
+    with pytest.raises(ValueError, match=r"rollout.deterministic is not supported for Olmo3ForCausalLM"):
+        check_model(["Olmo3ForCausalLM"], sizes, 1, True)
     with pytest.raises(ValueError, match=r"rollout.deterministic is not supported for Olmo3ForCausalLM"):
         NativeRollout(model("olmo3"), forward=object())
     with pytest.raises(ValueError, match="RecurrentGemmaForCausalLM: its layers keep their states themselves"):

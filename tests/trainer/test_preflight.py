@@ -1,18 +1,23 @@
 """The checks before the first step: all in one list, each once, and `--dry-run` stops after them."""
 
 import json
+import re
 import shutil
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from examples.quickstart.tiny_model import tiny_model
+from tests.models.families import FAMILIES
+from tests.models.tiny import tiny_config
 from tests.trainer.runs import fit
 from verl.algorithms.policy_losses import register_policy_loss
 from verl.config import ConfigError, schema
 from verl.config.public.upstream import upstream_engines
+from verl.engines.loading import log_padding
 from verl.engines.traits import built_in_strategies
 from verl.recipe.dapo.main_dapo import DAPOTrainer
 from verl.rollout.traits import built_in_engines
@@ -268,6 +273,55 @@ def test_a_model_of_another_kind_is_refused_by_name(settings, tiny, tmp_path, ca
     assert main_ppo.main([*settings, "algorithm.name=grpo", f"actor_rollout_ref.model.path={tmp_path / 'model'}"]) == 1
     shown = capsys.readouterr().err
     assert shown.count("error:") == 1 and message in shown and "AutoModel" not in shown and "Traceback" not in shown
+
+
+def without_weights(family, tiny, folder) -> str:
+    """A folder with the tokenizer of the settings and the config.json of a tiny model of a family."""
+    shutil.copytree(tiny / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = tiny_config(family, {**FAMILIES[family], "vocab_size": 32})
+    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+ULYSSES, TENSOR = "fsdp_config.ulysses_sequence_parallel_size=2", "fsdp_config.tensor_parallel_size=2"
+EXPERTS = "fsdp_config.expert_parallel_size=2"
+DETERMINISTIC = "actor_rollout_ref.rollout.deterministic=true"
+REPLAY = "actor_rollout_ref.actor.router_replay.mode=R2"
+
+
+@pytest.mark.parametrize(
+    ("family", "override", "message"),
+    [
+        ("mamba2", DETERMINISTIC, "Mamba2ForCausalLM pads its rows, for which there are no batch-invariant kernels"),
+        ("qwen3_moe", DETERMINISTIC, "Qwen3MoeForCausalLM is a mixture of experts, for which there are no batch-"),
+        ("deepseek_v3", DETERMINISTIC, "not supported for DeepseekV3ForCausalLM, which has no fused layers: use false"),
+        ("mamba2", f"actor_rollout_ref.actor.{ULYSSES}", "those of Mamba2ForCausalLM are padded: it has layers of "),
+        ("deepseek_v3", f"actor_rollout_ref.actor.{TENSOR}", "a DeepseekV3Experts, as 'moe_tp_experts', which is not "),
+        ("deepseek_v3", REPLAY, "router replay is not supported for the routers of DeepseekV3ForCausalLM: set actor."),
+        ("jamba", f"actor_rollout_ref.actor.{EXPERTS}", "JambaForCausalLM has no experts that are supported (Qwen3-"),
+        ("gemma", f"actor_rollout_ref.actor.{ULYSSES[:-1]}3", "size 3 does not divide the model's 4 attention heads"),
+        ("qwen3", f"actor_rollout_ref.actor.{TENSOR} actor_rollout_ref.model.lora_rank=2", "LoRA is not supported wi"),
+    ],
+)
+def test_settings_that_the_layers_do_not_support_are_refused_without_weights(
+    family, override, message, settings, tiny, tmp_path, capsys, forbid_workers
+):
+    model = f"actor_rollout_ref.model.path={without_weights(family, tiny, tmp_path / 'model')}"
+    size = re.search(r"_parallel_size=(\d)", override)
+    processes = f"trainer.n_gpus_per_node={size[1] if size else 1}"
+    overrides = [*settings, "algorithm.name=grpo", model, processes, *override.split()]
+    assert main_ppo.main([*overrides, "--dry-run"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.count("error:") == 1 and message in shown and "Traceback" not in shown
+
+
+def test_padded_rows_are_logged_without_weights(settings, tiny, tmp_path, caplog, forbid_workers):
+    model = f"actor_rollout_ref.model.path={without_weights('mamba2', tiny, tmp_path / 'model')}"
+    log_padding.cache_clear()
+    with caplog.at_level("INFO"):
+        assert main_ppo.main([*settings, "algorithm.name=grpo", model, "--dry-run"]) == 0
+    assert "Mamba2ForCausalLM: rows are padded instead of packed" in caplog.text
 
 
 def test_the_names_known_before_the_registries_are_loaded_are_the_registered_ones():

@@ -18,11 +18,12 @@ class DataProtoItem:
 
     Attributes:
         batch: the row of every tensor column, without the batch dimension: `item.batch["responses"]` has shape (T,).
+            None if there are none, as in `DataProto`.
         non_tensor_batch: the entry of every object column.
         meta_info: the metadata of the batch.
     """
 
-    batch: TensorDict = field(default_factory=lambda: TensorDict({}, batch_size=[]))
+    batch: TensorDict | None = None
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
@@ -72,7 +73,8 @@ class Rows:
         return self._build(len(index), tensors, objects, self.meta_info)
 
     def _item(self, row: int) -> DataProtoItem:
-        tensors = TensorDict({k: v[row] for k, v in self.tensors.items()}, batch_size=[])
+        tensors = {k: v[row] for k, v in self.tensors.items()}
+        tensors = TensorDict(tensors, batch_size=[]) if tensors else None
         return DataProtoItem(tensors, {k: v[row] for k, v in self.non_tensor_batch.items()}, self.meta_info)
 
     def reorder(self, indices: Any) -> Self:

@@ -46,17 +46,13 @@ def check_experts(config: PretrainedConfig, size: int, ranks: int) -> None:
         raise ValueError(f"{KEY}={size} does not divide the model's {experts} experts")
 
 
-def shard_experts(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
-    """Distribute the experts, in place. The module may be on "meta".
-
-    Args:
-        mesh: its last dimension, EXPERT, has the ranks that share the experts; FSDP uses the others.
-        options: arguments of `fully_shard`.
+def supported_experts(module: nn.Module, size: int) -> list[nn.Module]:
+    """The modules with the experts that `size` ranks share.
 
     Raises:
-        ValueError: the model has no experts, or the ranks do not divide them.
+        ValueError: the model has no such experts, they have adapters, or the ranks do not divide them.
     """
-    experts, size = expert_modules(module), mesh[EXPERT].size()
+    experts = expert_modules(module)
     if install_routing(module) is None or not experts:
         raise ValueError(
             f"{KEY}={size}: {type(module).__name__} has no experts that are supported (Qwen3-MoE, Qwen2-MoE, OLMoE, "
@@ -69,6 +65,21 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
             f"{KEY}={size}: experts with LoRA adapters are not distributed over ranks: use {KEY}=1, or remove "
             "model.target_parameters"
         )
+    return experts
+
+
+def shard_experts(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+    """Distribute the experts, in place. The module may be on "meta".
+
+    Args:
+        mesh: its last dimension, EXPERT, has the ranks that share the experts; FSDP uses the others.
+        options: arguments of `fully_shard`.
+
+    Raises:
+        ValueError: see `supported_experts`.
+    """
+    size = mesh[EXPERT].size()
+    experts = supported_experts(module, size)
     for layer in experts:
         for name, parameter in list(layer.named_parameters()):
             share = distribute_tensor(parameter.detach(), mesh[EXPERT], [Shard(0)], src_data_rank=None)

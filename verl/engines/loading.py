@@ -1,6 +1,7 @@
 """Model of a training engine: configuration, loading, and the forward pass to the outputs."""
 
 import copy
+import functools
 import importlib.util
 import logging
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from verl.checkpoints.safetensors_files import SafetensorsFiles, has_weights
 from verl.config import schema
 from verl.engines.base import EngineSpec, Tensors
 from verl.engines.memory import HOST
+from verl.engines.parallel import sharded_layers
 from verl.modeling import attention, vision
 from verl.modeling.casting import autocast_dtype
 from verl.modeling.huggingface import LMHead, load_pretrained, needs_trust, read_config, trunk_of
@@ -22,6 +24,7 @@ from verl.modeling.layers import Kernels
 from verl.modeling.log_probs import token_statistics
 from verl.modeling.moe import install_routing
 from verl.modeling.packing import ModelInput, build_input, padding_reason
+from verl.modeling.sequence_parallel import check_heads
 from verl.modeling.vision import VisionForward
 from verl.modeling.vision_attention import use_vision_attention
 from verl.utils.device import resolve_dtype
@@ -204,6 +207,53 @@ def check_model(model: schema.ModelConfig, kind: str = "causal_lm") -> None:
         from verl.engines.lora import Adapters
 
         logger.info("LoRA adapters of %s: %s", model.path, Adapters(empty_module(spec)).describe())
+
+
+def check_layers(
+    model: schema.ModelConfig, kind: str, engine: schema.EngineConfig, deterministic: bool, replays: bool
+) -> None:
+    """Raise ValueError for settings that the layers of a model do not support, and log why its rows are padded.
+
+    Reads its config.json only.
+
+    Args:
+        kind: as in `EngineSpec`, like deterministic.
+        replays: router replay records or repeats the choices of experts.
+    """
+    spec = ModelSpec(model, kind, kernels="batch_invariant" if deterministic else "plain")
+    token_model = TokenModel(empty_module(spec), spec)
+    module = token_model.module
+    if replays and token_model.routing is None:
+        raise ValueError(
+            f"router replay is not supported for the routers of {type(module).__name__}: set "
+            "actor.router_replay.mode=disabled and rollout.enable_rollout_routing_replay=false"
+        )
+    if engine.ulysses_sequence_parallel_size > 1:
+        check_sequence_parallel(module, engine.ulysses_sequence_parallel_size, engine.tensor_parallel_size)
+    if engine.tensor_parallel_size > 1:
+        sharded_layers(module, engine.tensor_parallel_size)
+    if engine.expert_parallel_size > 1:
+        from verl.engines.expert_parallel import supported_experts
+
+        supported_experts(module, engine.expert_parallel_size)
+    if model.use_remove_padding and (reason := padding_reason(module)):
+        log_padding(type(module).__name__, reason)
+
+
+def check_sequence_parallel(module: nn.Module, size: int, tensor_size: int) -> None:
+    """Raise ValueError for a model whose rows are padded, or whose heads `size` ranks cannot share."""
+    if reason := padding_reason(module):
+        raise ValueError(
+            f"sequence parallelism splits packed sequences, and those of {type(module).__name__} are padded: {reason}. "
+            "Set ulysses_sequence_parallel_size=1"
+        )
+    check_heads(module.config.get_text_config().num_attention_heads // tensor_size, size)
+
+
+@functools.cache  # several engines of a process have one model
+def log_padding(name: str, reason: str) -> None:
+    """Log once why the rows of a model are padded. name: its class."""
+    logger.info("%s: rows are padded instead of packed, and each computes its prompt: %s", name, reason)
 
 
 def adapter_config(model: schema.ModelConfig) -> dict[str, Any] | None:
@@ -410,8 +460,8 @@ class TokenModel(nn.Module):
         if self.batch_invariant and (self.routing is not None or not attention.is_packed(module)):
             reason = "pads its rows" if self.routing is None else "is a mixture of experts"
             raise ValueError(
-                f"rollout.deterministic=true: {type(module).__name__} {reason}, which has no batch-invariant kernels: "
-                "use false"
+                f"rollout.deterministic=true: {type(module).__name__} {reason}, for which there are no batch-invariant "
+                "kernels: use false"
             )
 
     def forward(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> Tensors:

@@ -109,10 +109,18 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
         ValueError: the architecture has no plan, the plan uses a style that is not supported here, or the group size
             does not divide a number of heads or a width.
     """
+    plan, trunk = sharded_layers(module, mesh.size()), trunk_of(module)
+    parallelize_module(trunk, mesh, {name: _STYLES[style] for name, style in plan.items()})
+
+
+def sharded_layers(module: nn.Module, size: int) -> dict[str, str]:
+    """Name of each layer sharded over `size` ranks -> its style. Raises like `tensor_parallel`."""
+    if hasattr(module, "peft_config"):
+        raise ValueError(f"LoRA is not supported with tensor parallelism: set {KEY}=1")
     trunk = trunk_of(module)
     plan = planned_layers(trunk, type(module).__name__)
-    _check_sizes(trunk, plan, mesh.size())
-    parallelize_module(trunk, mesh, {name: _STYLES[style] for name, style in plan.items()})
+    _check_sizes(trunk, plan, size)
+    return plan
 
 
 def planned_layers(trunk: nn.Module, model: str) -> dict[str, str]:

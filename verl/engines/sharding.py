@@ -14,14 +14,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from verl.engines.base import EngineSpec
 from verl.engines.checkpoint import copy_into
-from verl.engines.loading import ModelSpec, TokenModel, checked, empty_module, load_module
+from verl.engines.loading import ModelSpec, TokenModel, check_sequence_parallel, checked, empty_module, load_module
 from verl.engines.memory import HOST
 from verl.engines.micro_batch import split_to
 from verl.engines.parallel import device_mesh, init_process_group, reduce_values, tensor_parallel
 from verl.engines.quantization import check_quantization
 from verl.modeling.attention import is_packed, use_default_attention
 from verl.modeling.huggingface import around_embeddings
-from verl.modeling.packing import padding_reason
 from verl.modeling.sequence_parallel import SequenceRanks
 
 
@@ -115,8 +114,6 @@ class FSDP2(Sharding):
         self.dp_size = world // model_parallel
         if model_parallel == 1:
             return
-        if tensor > 1 and spec.model.has_adapters:
-            raise ValueError("LoRA is not supported with tensor parallelism: set tensor_parallel_size=1")
         if sequence > 1 and not spec.model.use_remove_padding:
             raise ValueError("sequence parallelism splits packed sequences: set model.use_remove_padding=true")
         shape = (self.dp_size, sequence, tensor)
@@ -133,12 +130,7 @@ class FSDP2(Sharding):
         on_host = dataclasses.replace(spec, device=HOST)
         module = empty_module(on_host)
         if self.sequence_ranks is not None:
-            if reason := padding_reason(module):
-                raise ValueError(
-                    f"sequence parallelism splits packed sequences, and those of {type(module).__name__} are padded: "
-                    f"{reason}. Set ulysses_sequence_parallel_size=1"
-                )
-            self.sequence_ranks.check_heads(module.config.get_text_config().num_attention_heads // self.tp_size)
+            check_sequence_parallel(module, self.sp_size, self.tp_size)
         packs = is_packed(module)
         self._first_copy = checked(load_module(on_host), on_host) if self.is_first_rank else None
         if self._first_copy is not None:

@@ -5,7 +5,6 @@ Everything that depends on the number of ranks is in the `Sharding` object. An u
     columns -> plan (which rows form which micro-batch) -> per micro-batch: input, forward, loss, backward -> step
 """
 
-import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from verl.engines import checkpoint, memory
 from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
 from verl.engines.gathering import gather_tensors, local_shard, shard_of
-from verl.engines.loading import ModelSpec, TokenModel, checked, resolve_model
+from verl.engines.loading import ModelSpec, TokenModel, checked, log_padding, resolve_model
 from verl.engines.memory import OnDevice, move_optimizer
 from verl.engines.metrics import MetricSums
 from verl.engines.micro_batch import host_columns, plan_micro_batches, take_rows
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
     from verl.modeling.batch_invariant.model import BatchInvariantForward
 
 logger = logging.getLogger("verl.engines")
-log_once = functools.cache(logger.info)  # several engines of a process have one model
 
 _INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 
@@ -94,8 +92,7 @@ class TorchEngine(TrainEngine):
         self.packs = is_packed(self.module)
         if spec.model.use_remove_padding and not self.packs and self.sharding.is_first_rank:
             reason = padding_reason(self.module) or "packed rows do not get the logits of each row alone"
-            name = type(self.module).__name__
-            log_once("%s: rows are padded instead of packed, and each computes its prompt: %s", name, reason)
+            log_padding(type(self.module).__name__, reason)
         self.module.eval()
         self.adapters: Adapters | None = None
         if self.model_spec.section.has_adapters:

@@ -49,6 +49,12 @@ class _SumOfShares(torch.autograd.Function):
         return gradient, None
 
 
+def check_heads(heads: int, size: int) -> None:
+    """Raise ValueError if `size` ranks do not divide the query heads."""
+    if heads % size:
+        raise ValueError(f"ulysses_sequence_parallel_size {size} does not divide the model's {heads} attention heads")
+
+
 @dataclass(frozen=True)
 class SequenceRanks:
     """The ranks that share the tokens of the same sequences.
@@ -87,13 +93,6 @@ class SequenceRanks:
         received = AllToAll.apply(by_rank, self.group)
         return received.transpose(0, 1).reshape(1, total // self.size, self.size * heads, d)
 
-    def check_heads(self, heads: int) -> None:
-        """Raise ValueError if the ranks do not divide the H query heads."""
-        if heads % self.size:
-            raise ValueError(
-                f"ulysses_sequence_parallel_size {self.size} does not divide the model's {heads} attention heads"
-            )
-
     def repeat_heads(self, key: torch.Tensor, heads: int) -> torch.Tensor:
         """Keys or values (1, K, n, D) with each head repeated until the ranks divide them.
 
@@ -101,5 +100,5 @@ class SequenceRanks:
             key: the keys or values.
             heads: H; query head i still reads the same head.
         """
-        self.check_heads(heads)
+        check_heads(heads, self.size)
         return key.repeat_interleave(self.size // math.gcd(key.shape[1], self.size), 1)

@@ -41,7 +41,7 @@ class EngineTraits:
         sampling_keys: the keys of `schema.SamplingConfig` that it applies: setting another one is an error. None: not
             declared here, but possibly by `RolloutEngine.sampling_keys`.
         check_model: "module:function" that raises ValueError for a model, called with the names of its architectures,
-            its config by key and the tensor-parallel size.
+            its config by key, the tensor-parallel size and `rollout.deterministic`.
     """
 
     name: str = ""

@@ -46,7 +46,8 @@ def make_native(
     }
     dtype = engine_dtype(config, env)
     hf = read_config(model.path, model.override_config, model.trust_remote_code)
-    check_model(hf.architectures or (), hf.get_text_config().to_dict(), env.tp_size)  # before the model is loaded
+    # before the model is loaded
+    check_model(hf.architectures or (), hf.get_text_config().to_dict(), env.tp_size, deterministic)
     if env.tp_size > 1:
         return _make_tensor_parallel(model, env, train_engine, dtype, options)
     shared = None if train_engine is None or model.has_adapters else train_engine.shared_module()
@@ -68,13 +69,14 @@ def make_native(
     return NativeRollout(module, dtype=narrow, forward=forward, weights=weight_sync.ModuleReceiver(module), **options)
 
 
-def check_model(architectures: Iterable[str], sizes: Mapping[str, Any], ranks: int) -> None:
+def check_model(architectures: Iterable[str], sizes: Mapping[str, Any], ranks: int, deterministic: bool) -> None:
     """Raise ValueError for a model that this engine does not support, or cannot split over `ranks`.
 
     Args:
         architectures: class names of the saved weights.
         sizes: the model's config by key.
         ranks: the tensor-parallel size.
+        deterministic: `rollout.deterministic`.
     """
     import transformers
 
@@ -84,6 +86,10 @@ def check_model(architectures: Iterable[str], sizes: Mapping[str, Any], ranks: i
         if names_head and not is_readable(architecture, sizes):
             if ranks > 1:
                 raise ValueError(f"{KEY}={ranks} is not supported for {architecture}, which has no fused layers: use 1")
+            if deterministic:
+                raise ValueError(
+                    f"rollout.deterministic is not supported for {architecture}, which has no fused layers: use false"
+                )
             # None: the code comes with the model, and is checked when it is loaded
             if (model_class := getattr(transformers, architecture, None)) is not None:
                 check_forward(model_class, transformers.AutoConfig.for_model(**sizes))

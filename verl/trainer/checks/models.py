@@ -40,6 +40,7 @@ def check_models(run: Run) -> None:
             ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
             check_quantization(config.model, ranks)
             check_megatron(model_roles(config), {"actor": ("", ranks)})
+            check_layers(config.model, "causal_lm", config.engine.selected, deterministic=False, replays=False)
         return
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward.reward_model
     check_model(policy.model, "causal_lm")
@@ -50,6 +51,7 @@ def check_models(run: Run) -> None:
             "merged: use merged"
         )
     check_moe(config)
+    deterministic, replays = policy.rollout.deterministic, _replays_routing(policy)
     placed = pools_of(config, roles_of(config)).values()
     pools = {role: (pool.name, pool.world_size) for roles in placed for role, pool in roles}
     check_megatron(model_roles(config), pools)
@@ -57,6 +59,13 @@ def check_models(run: Run) -> None:
     if "critic" in pools:
         check_model(critic.model, "value")
         check_quantization(critic.model, pools["critic"][1])
+    for role in model_roles(config):
+        if role.name in pools:
+            is_critic = role.name == "critic"
+            kind = "value" if is_critic else "causal_lm"
+            check_layers(
+                role.model, kind, role.engine, deterministic and not is_critic, replays and role.name == "actor"
+            )
     if reward.enable:
         section = schema.ModelConfig(path=reward.model_path, trust_remote_code=reward.trust_remote_code)
         check_model(section, "reward")
@@ -101,6 +110,12 @@ def check_model(model: schema.ModelConfig, kind: str) -> None:
     Otherwise ValueError."""
     readable_config(model.path, model.override_config, model.trust_remote_code)
     loading.check_model(model, kind)
+
+
+def check_layers(model: schema.ModelConfig, kind: str, engine: object, deterministic: bool, replays: bool) -> None:
+    """`verl.engines.loading.check_layers`, for strategies that build the layers of transformers."""
+    if isinstance(engine, schema.EngineConfig):
+        loading.check_layers(model, kind, engine, deterministic, replays)
 
 
 def readable_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool = False) -> Any:
@@ -211,7 +226,8 @@ class ModelLimits:
             check_images(traits, self.hf_config)
         if traits.check_model:
             check_model = load_object(*traits.check_model.split(":"))
-            check_model(self.architectures, self.sizes, rollout.tensor_model_parallel_size)
+            deterministic = isinstance(rollout, schema.RolloutConfig) and rollout.deterministic
+            check_model(self.architectures, self.sizes, rollout.tensor_model_parallel_size, deterministic)
 
 
 def check_reads_tokens_of(policy: str, tokenizer: Any, model: schema.ModelConfig, role: str, largest_id: int) -> None:
@@ -250,6 +266,10 @@ def check_reads_tokens_of(policy: str, tokenizer: Any, model: schema.ModelConfig
     logger.warning("the tokenizers of policy and %s differ: %s", role, difference)
 
 
+def _replays_routing(policy: schema.ActorRolloutRefConfig) -> bool:
+    return policy.actor.router_replay.mode != "disabled" or policy.rollout.enable_rollout_routing_replay
+
+
 def check_moe(config: schema.Config) -> None:
     """Expert parallelism and router replay fit the policy.
 
@@ -257,10 +277,9 @@ def check_moe(config: schema.Config) -> None:
         ValueError: a model without experts, or sizes that do not divide.
     """
     policy, devices = config.actor_rollout_ref, config.placement.actor_devices
-    actor, records = policy.actor, policy.rollout.enable_rollout_routing_replay
+    actor, replays = policy.actor, _replays_routing(policy)
     is_sharded = strategy_traits(actor.strategy).model_parallel is False
     size = actor.fsdp_config.expert_parallel_size if is_sharded else 1
-    replays = actor.router_replay.mode != "disabled" or records
     if size == 1 and not replays:
         return
     from verl.engines.expert_parallel import check_experts
