@@ -25,8 +25,8 @@ from transformers import (
 from tests.engines.ranks import SIZES, make_engine, run_on_ranks, save_model
 from verl.config.schema import OptimConfig
 from verl.data.sequences import build_sequences
-from verl.engines import torch_engine
 from verl.engines.base import MicroBatching, Objective
+from verl.engines.loading import log_padding
 from verl.engines.micro_batch import plan_micro_batches
 from verl.modeling.huggingface import read_config
 from verl.protocol import DataProto
@@ -136,7 +136,7 @@ def test_rows_together_are_the_rows_alone(kind, tmp_path, caplog):
 
 def test_a_padded_model_says_so_once_and_why(tmp_path, caplog):
     path = save_model(KINDS["short convolution"][1], tmp_path)
-    torch_engine.log_once.cache_clear()
+    log_padding.cache_clear()
     with caplog.at_level(logging.INFO, "verl.engines"):
         make_engine(path), make_engine(path)
     (line,) = [line for line in caplog.messages if "padded" in line]

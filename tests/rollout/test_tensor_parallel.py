@@ -313,6 +313,7 @@ def test_the_experts_of_two_ranks_add_up_to_those_of_the_model():
 )
 def test_a_model_that_cannot_be_split_is_refused(sizes, ranks, message):
     known = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 96}
+    known["hidden_act"] = "silu"
     with pytest.raises(ValueError, match=message):
         check_sizes(known | sizes, ranks)
     check_sizes(known, 4)  # two ranks have the same key/value head
