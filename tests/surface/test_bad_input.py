@@ -254,10 +254,12 @@ def test_responses_that_are_longer_than_the_model_has_positions(complaint):
 
 def test_an_architecture_that_the_engine_of_generation_does_not_know(complaint, unloadable, tmp_path):
     folder = shutil.copytree(unloadable / "model", tmp_path / "other")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["OtherForCausalLM"]}))
+    sizes = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 1000}
+    (folder / "config.json").write_text(
+        json.dumps(sizes | {"model_type": "bloom", "architectures": ["BloomForCausalLM"]})
+    )
     shown = complaint(f"actor_rollout_ref.model.path={folder}")
-    assert "Qwen3ForCausalLM, " in shown and "; found OtherForCausalLM. Use rollout.name=hf" in shown
+    assert "rollout.name=native does not support BloomForCausalLM: " in shown and "Use rollout.name=hf" in shown
 
 
 def test_a_package_that_only_one_backend_needs(complaint, monkeypatch):

@@ -15,10 +15,10 @@ calls = 0
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """Right until the second step: 4 calls are the trial before training, 8 the first step."""
+    """Right until the second step: 3 calls are the trial before training, 8 the first step."""
     global calls
     calls += 1
-    return parse(solution_str) if calls > 14 else 0.5
+    return parse(solution_str) if calls > 13 else 0.5
 
 
 def parse(text):

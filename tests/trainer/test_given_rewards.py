@@ -109,13 +109,13 @@ def test_a_reward_that_ends_its_process_is_an_error_of_the_run(settings, tmp_pat
 
 def test_a_run_goes_on_where_failed_rewards_are_counted(settings, tmp_path, monkeypatch):
     found = run_with(settings, tmp_path, monkeypatch, 13, "reward.on_error=count", "reward.max_failure_rate=1")
-    assert [step["reward/failed_rows"] for step in found] == [0.0, 1.0]  # 4 calls of the trial, 8 in the first step
+    assert [step["reward/failed_rows"] for step in found] == [0.0, 1.0]  # 3 calls of the trial, 8 in the first step
     assert (tmp_path / "out" / "global_step_2" / "actor").is_dir()
 
 
 def test_a_reward_in_the_process_of_the_trainer_does_not_move_the_run(settings, tmp_path, monkeypatch):
     found = run_with(settings, tmp_path, monkeypatch, -1, "reward.isolation=none")
-    assert [step["critic/score/mean"] for step in found] == [8.5, 16.5]  # calls 5 to 12, 13 to 20
+    assert [step["critic/score/mean"] for step in found] == [7.5, 15.5]  # calls 4 to 11, 12 to 19
     assert (tmp_path / "out" / "global_step_2" / "actor").is_dir()
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from verl.modeling.attention import pack, unpack
 from verl.modeling.moe import install_routing
 from verl.modeling.packing import Packing, to_device
+from verl.modeling.positions import position_limit
 from verl.modeling.vision import attention_of
 from verl.rollout.native.generic.attention import NAME, ForwardPass, causal_attention, expand, running
 from verl.rollout.native.generic.cache import Layout, StateKey
@@ -22,7 +23,6 @@ from verl.rollout.native.generic.support import (
     CACHE_ARGUMENTS,
     NO_INTERFACE,
     OWN_STATES,
-    position_limit,
     unsupported,
 )
 from verl.rollout.native.model import SHARDED

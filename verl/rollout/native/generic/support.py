@@ -5,13 +5,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from verl.modeling.positions import position_limit
+
 _INSTEAD = "Use rollout.name=hf"
 NO_INTERFACE = "its attention does not use transformers' AttentionInterface"
 OWN_STATES = "its layers keep their states themselves"
 #: names of the argument of a forward method that takes the cache, newest first
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
-#: positions of a model without a limit
-_NO_LIMIT = (sys.maxsize, "no limit")
 
 
 def unsupported(name: str, reason: str) -> ValueError:
@@ -90,23 +90,6 @@ def _reason(model_class: type, config: Any) -> str | None:
 
 def _is_own(value: Any, base: type, home: Any) -> bool:
     return isinstance(value, type) and issubclass(value, base) and value.__module__ == home.__name__
-
-
-def position_limit(config: Any) -> tuple[int, str]:
-    """The max length of a sequence, and the reason. Raises ValueError for an unsupported rotary variant."""
-    positions = config.to_dict().get("max_position_embeddings")
-    limits = [_NO_LIMIT if positions is None else (positions, "the model's max_position_embeddings")]
-    for parameters in _ropes(getattr(config, "rope_parameters", None) or {}):
-        if "dynamic" in parameters["rope_type"]:
-            raise ValueError(
-                f"rollout.name=native: rotary variant {parameters['rope_type']!r} changes the frequencies as a "
-                "sequence grows, which would invalidate cached keys; use rollout.name=hf"
-            )
-        if parameters["rope_type"] == "longrope":
-            # above this length the frequencies of all positions change, also those of cached keys
-            reason = "longrope's original_max_position_embeddings; for longer sequences use rollout.name=hf"
-            limits.append((parameters["original_max_position_embeddings"], reason))
-    return min(limits)
 
 
 def _ropes(parameters: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
