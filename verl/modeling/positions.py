@@ -163,24 +163,3 @@ def _grid(t: int, h: int, w: int, step: float) -> torch.Tensor:
     time = (torch.arange(t) * step).long()
     axes = torch.meshgrid(time, torch.arange(h), torch.arange(w), indexing="ij")
     return torch.stack(axes).flatten(1)
-
-
-#: positions of a model without a limit
-_NO_LIMIT = (sys.maxsize, "no limit")
-
-
-def position_limit(config: Any) -> tuple[int, str]:
-    """The max length of a sequence, and the reason. Raises ValueError for an unsupported rotary variant."""
-    positions = config.to_dict().get("max_position_embeddings")
-    limits = [_NO_LIMIT if positions is None else (positions, "the model's max_position_embeddings")]
-    for parameters in _ropes(getattr(config, "rope_parameters", None) or {}):
-        if "dynamic" in parameters["rope_type"]:
-            raise ValueError(
-                f"rollout.name=native: rotary variant {parameters['rope_type']!r} changes the frequencies as a "
-                "sequence grows, which would invalidate cached keys; use rollout.name=hf"
-            )
-        if parameters["rope_type"] == "longrope":
-            # above this length the frequencies of all positions change, also those of cached keys
-            reason = "longrope's original_max_position_embeddings; for longer sequences use rollout.name=hf"
-            limits.append((parameters["original_max_position_embeddings"], reason))
-    return min(limits)

@@ -1,6 +1,7 @@
 """The decoder of the native engine: projections, layers and constants, without module classes."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -238,3 +239,34 @@ class Decoder:
         if self.final_softcap is not None:
             logits.div_(self.final_softcap).tanh_().mul_(self.final_softcap)
         return logits
+
+
+#: positions of a model without a limit
+_NO_LIMIT = (sys.maxsize, "no limit")
+
+
+def position_limit(config: Any) -> tuple[int, str]:
+    """The max length of a sequence, and the reason. Raises ValueError for an unsupported rotary variant."""
+    positions = config.to_dict().get("max_position_embeddings")
+    limits = [_NO_LIMIT if positions is None else (positions, "the model's max_position_embeddings")]
+    for parameters in _ropes(getattr(config, "rope_parameters", None) or {}):
+        if "dynamic" in parameters["rope_type"]:
+            raise ValueError(
+                f"rollout.name=native: rotary variant {parameters['rope_type']!r} changes the frequencies as a "
+                "sequence grows, which would invalidate cached keys; use rollout.name=hf"
+            )
+        if parameters["rope_type"] == "longrope":
+            # above this length the frequencies of all positions change, also those of cached keys
+            reason = "longrope's original_max_position_embeddings; for longer sequences use rollout.name=hf"
+            limits.append((parameters["original_max_position_embeddings"], reason))
+    return min(limits)
+
+
+def _ropes(parameters: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The rotary parameters of a model, which may have one set per layer type."""
+    if "rope_type" in parameters:
+        yield parameters
+        return
+    for each in parameters.values():
+        if isinstance(each, Mapping):
+            yield from _ropes(each)

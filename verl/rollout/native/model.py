@@ -21,9 +21,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from verl.modeling.moe import keeps_float_weights, normalizes_weights
-from verl.modeling.positions import position_limit
 from verl.modeling.vision import is_vision_config, language_model_of
-from verl.rollout.native.decoder import ACTIVATIONS, Decoder, Layer, Projection, Rope, padded_width
+from verl.rollout.native.decoder import (
+    ACTIVATIONS,
+    Decoder,
+    Layer,
+    Projection,
+    Rope,
+    padded_width,
+    position_limit,
+)
 from verl.rollout.native.experts import Experts, is_mixture
 from verl.rollout.native.vision import NativeVision, axis_of_frequencies
 from verl.rollout.tensor_parallel import ALONE, TensorParallel

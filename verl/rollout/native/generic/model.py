@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from verl.modeling.attention import pack, unpack
 from verl.modeling.moe import install_routing
 from verl.modeling.packing import Packing, to_device
-from verl.modeling.positions import position_limit
 from verl.modeling.vision import attention_of
+from verl.rollout.native.decoder import position_limit
 from verl.rollout.native.generic.attention import NAME, ForwardPass, causal_attention, expand, running
 from verl.rollout.native.generic.cache import Layout, StateKey
 from verl.rollout.native.generic.layers import adapted, has_latents

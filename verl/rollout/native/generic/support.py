@@ -2,10 +2,9 @@
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl.modeling.positions import position_limit
+from verl.rollout.native.decoder import position_limit
 
 _INSTEAD = "Use rollout.name=hf"
 NO_INTERFACE = "its attention does not use transformers' AttentionInterface"
@@ -90,13 +89,3 @@ def _reason(model_class: type, config: Any) -> str | None:
 
 def _is_own(value: Any, base: type, home: Any) -> bool:
     return isinstance(value, type) and issubclass(value, base) and value.__module__ == home.__name__
-
-
-def _ropes(parameters: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The rotary parameters of a model, which may have one set per layer type."""
-    if "rope_type" in parameters:
-        yield parameters
-        return
-    for each in parameters.values():
-        if isinstance(each, Mapping):
-            yield from _ropes(each)
