@@ -12,7 +12,7 @@ from verl.modeling.huggingface import read_config
 from verl.rollout.base import RolloutEnv, SharesWeights
 from verl.rollout.loading import empty_module, engine_dtype, load_module
 from verl.rollout.native.engine import NativeRollout
-from verl.rollout.native.generic.support import check_forward
+from verl.rollout.native.generic.model import check_forward
 from verl.rollout.native.model import is_readable
 from verl.rollout.native.slices import KEY, SliceReceiver, Slices, check_sizes
 from verl.rollout.tensor_parallel import TensorParallel

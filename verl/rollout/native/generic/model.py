@@ -23,6 +23,7 @@ from verl.rollout.native.generic.support import (
     CACHE_ARGUMENTS,
     NO_INTERFACE,
     OWN_STATES,
+    check_modules,
     unsupported,
 )
 from verl.rollout.native.model import SHARDED
@@ -277,6 +278,19 @@ class ModuleDecoder:
             raise unsupported(type(self.module).__name__, reason)
         layout = replace(layout, keys=probe.keys, values=probe.values, states=states, is_plain=probe.is_plain)
         return layout, logits.shape[-1]
+
+
+def check_forward(model_class: type, config: Any) -> None:
+    """`check_modules`, and what a forward pass without weights shows."""
+    check_modules(model_class, config)
+    if type(config) is not model_class.config_class:
+        return  # that of a part of the model
+    with torch.device("meta"):
+        module = model_class(config)
+    try:
+        ModuleDecoder(module)
+    except (RuntimeError, NotImplementedError):  # it needs values; the engine finds out
+        return
 
 
 def _copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:

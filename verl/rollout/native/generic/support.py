@@ -31,23 +31,6 @@ def check_modules(model_class: type, config: Any) -> None:
     position_limit(text)
 
 
-def check_forward(model_class: type, config: Any) -> None:
-    """`check_modules`, and what a forward pass without weights shows."""
-    import torch
-
-    from verl.rollout.native.generic.model import ModuleDecoder
-
-    check_modules(model_class, config)
-    if type(config) is not model_class.config_class:
-        return  # that of a part of the model
-    with torch.device("meta"):
-        module = model_class(config)
-    try:
-        ModuleDecoder(module)
-    except (RuntimeError, NotImplementedError):  # it needs values; the engine finds out
-        return
-
-
 def _reason(model_class: type, config: Any) -> str | None:
     """Why the engine cannot run a model; None if it can, as far as its class and config show."""
     from transformers.cache_utils import (
