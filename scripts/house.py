@@ -198,7 +198,7 @@ def profile(frame, event, arg):
     if code in operator_codes and not stack:
         stack.append((running_operator(), frame))
     entered.setdefault(stack[-1][0] if stack else None, set()).add((name_of(code), code.co_qualname))
-    if code.co_name == "run" and code.co_filename.endswith("dataflow/pipeline.py") and not loop:
+    if code.co_qualname == "Pipeline.run" and not loop:
         loop.extend(frames_below(frame, "fit"))
     if code.co_name == "vanilla" and code.co_filename.endswith("algorithms/policy_losses.py") and not to_loss:
         to_loss.extend(frames_below(frame, "run"))
@@ -248,7 +248,7 @@ def profile(frame, event, arg):
     code = frame.f_code
     if event != "call" or not is_function(code):
         return
-    if code.co_name == "run" and code.co_filename.endswith("dataflow/pipeline.py"):
+    if code.co_qualname == "Pipeline.run":
         sys.setprofile(None)
         files = {file for file, _ in functions}
         print("\\n" + json.dumps({"start": {"functions": len(functions), "files": len(files)}}), flush=True)

@@ -12,7 +12,6 @@ from verl.modeling.huggingface import read_config
 from verl.rollout.base import RolloutEnv, SharesWeights
 from verl.rollout.loading import empty_module, engine_dtype, load_module
 from verl.rollout.native.engine import NativeRollout
-from verl.rollout.native.generic.model import check_forward
 from verl.rollout.native.model import is_readable
 from verl.rollout.native.slices import KEY, SliceReceiver, Slices, check_sizes
 from verl.rollout.tensor_parallel import TensorParallel
@@ -92,6 +91,8 @@ def check_model(architectures: Iterable[str], sizes: Mapping[str, Any], ranks: i
                 )
             # None: the code comes with the model, and is checked when it is loaded
             if (model_class := getattr(transformers, architecture, None)) is not None:
+                from verl.rollout.native.generic.model import check_forward  # only for models without fused layers
+
                 check_forward(model_class, transformers.AutoConfig.for_model(**sizes))
     if ranks > 1:
         check_sizes(sizes, ranks)
