@@ -7,7 +7,7 @@
 `planned_gib` is the prediction of `verl plan`, `peak_gib` what torch allocated; seconds are medians after the first
 step.
 `learning` trains both from the same seed and compares rewards, accuracy on unseen sums and the training-inference
-mismatch. Each run is a process of its own. Needs peft and bitsandbytes.
+mismatch. Each run is a separate process. Needs peft and bitsandbytes.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def train(overrides: list[str], limit_gib: float) -> dict[str, Any]:
 
 
 def in_process(overrides: list[str], limit_gib: float = 0) -> dict[str, Any]:
-    """`train` in a process of its own. Raises RuntimeError with the end of its output if it fails."""
+    """`train` in a separate process. Raises RuntimeError with the end of its output if it fails."""
     command = [sys.executable, __file__, "run", json.dumps([overrides, limit_gib])]
     env = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # weights come and go in every step
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=env)

@@ -114,9 +114,9 @@ def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool
 
 
 def needs_trust(path: str) -> str:
-    """The error of a model or tokenizer that comes with code of its own."""
+    """The error of a model or tokenizer that comes with Python code."""
     return (
-        f"{path!r} comes with code of its own, which runs only if you allow it: read the code, and set "
+        f"{path!r} comes with Python code, which runs only if you allow it: read the code, and set "
         "actor_rollout_ref.model.trust_remote_code=true (the key of the model section with this path)"
     )
 
@@ -125,9 +125,15 @@ def _has_separate_head(path: str, config: Any) -> bool:
     """Whether the files of a folder have a head that differs from the embedding: transformers does not tie it then."""
     if not getattr(config, "tie_word_embeddings", False):
         return False
+    paths = sorted(Path(model_source(path)).expanduser().glob("model*.safetensors"))
+    return _differ(tuple((each, each.stat().st_mtime_ns) for each in paths))
+
+
+@functools.cache  # a run reads the config of a model several times
+def _differ(paths: tuple[tuple[Path, int], ...]) -> bool:
+    """Whether the head and the embedding in weight files differ. paths: with the time of the last change."""
     try:
-        paths = sorted(Path(model_source(path)).expanduser().glob("model*.safetensors"))
-        files = {name: file for file in (safe_open(each, "pt") for each in paths) for name in file.keys()}  # noqa: SIM118
+        files = {name: file for file in (safe_open(each, "pt") for each, _ in paths) for name in file.keys()}  # noqa: SIM118
     except SafetensorError:  # reported when the weights are loaded
         return False
     heads = [name for name in files if f".{name}".split(".")[-2] in _HEADS]

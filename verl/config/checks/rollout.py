@@ -16,7 +16,7 @@ def has_separate_rollout(config: Config) -> bool:
 
 
 def placement_is_open(config: Config) -> bool:
-    """Whether the devices of the roles are not known: they will be chosen, or asynchronous training needs others."""
+    """Whether the devices of the roles are still to be chosen, by `placement=auto` or for asynchronous training."""
     return config.placement.auto or (config.trainer.max_staleness > 0 and not config.rollout_is_separate)
 
 
