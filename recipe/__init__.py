@@ -1,5 +1,9 @@
-"""The former path of `verl.recipe`: `recipe.dapo` is the package `verl.recipe.dapo`. Not part of the wheel."""
+"""Recipes: published methods and evaluations, one folder each. `verl/recipe` is a link to this folder.
 
-import verl  # noqa: F401 (registers the import hook, which finds the modules)
+Imported as `recipe`, the former path, the modules are those of `verl.recipe`.
+"""
 
-__path__ = []
+from verl import compat  # noqa: F401 (registers the import hook for old module paths)
+
+if __name__ == "recipe":
+    __path__ = []

@@ -11,8 +11,8 @@ PACKAGES = sorted(
     f"verl/{path.name}"
     for path in (ROOT / "verl").iterdir()
     if path.is_dir() and not path.is_symlink() and any(path.rglob("*.py"))
-)
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("verl/recipe/*/README.md"))]
+) + ["recipe"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("recipe/*/README.md"))]
 
 
 def described(findings: list) -> list[str]:
