@@ -1,7 +1,6 @@
-"""Weight sync to other processes and over files, adapters apart, and verification of what a receiver stores."""
+"""Weight sync over files, adapters apart, and verification of what a receiver stores."""
 
 import errno
-import multiprocessing
 import os
 import time
 from types import SimpleNamespace
@@ -16,15 +15,12 @@ from verl.utils.disk import DiskError
 from verl.weight_sync import (
     CollectiveSync,
     DiskSync,
-    IpcSync,
     ModuleReceiver,
-    RemoteReceiver,
     ReplicaSync,
     buckets,
     local_sync,
     receive_collective,
     receive_disk,
-    receive_ipc,
 )
 from verl.weight_sync.factory import copy_bandwidth
 
@@ -48,104 +44,8 @@ def test_the_bandwidth_of_a_group_is_that_of_a_broadcast_which_has_reached_all_r
     assert 0 < sender.bandwidth <= 8 * 2**20 / 0.05
 
 
-# ---- other processes --------------------------------------------------------------------------------------------
-
-
-def engine_process(channel, versions: int) -> None:
-    """A process of a rollout engine: receives pushes and answers with its weights, or dies with the error."""
-    module = make_module(1)
-    receiver = ModuleReceiver(module, filled=True)
-    for version in range(versions):
-        report = receive_ipc(receiver, channel, version)
-        channel.send((report.bytes, report.checksum, {n: p.detach().numpy() for n, p in module.named_parameters()}))
-
-
-class Remote(RemoteReceiver):
-    """Engine processes at the other end of pipes."""
-
-    def __init__(self, channels):
-        self.channels = channels
-        self.answers = []
-
-    def start_receiving(self, version):
-        return self.channels
-
-    def finish_receiving(self):
-        self.answers = [channel.recv() for channel in self.channels]
-
-    def release(self):
-        raise AssertionError("not called")
-
-
 def engine_of(receiver):
     return SimpleNamespace(receiver=lambda: receiver, weight_version=-1)
-
-
-@pytest.fixture
-def engine_processes():
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=engine_process, args=(theirs, 3))
-    process.start()
-    yield Remote([ours])
-    process.join(60)
-    assert not process.is_alive()
-
-
-def test_other_processes_read_the_buckets_of_the_trainer(engine_processes):
-    source, engine = make_module(0), engine_of(engine_processes)
-    for version, bucket_bytes in enumerate((1, 20_000, 1 << 20)):  # one parameter, some, all in a bucket
-        with torch.no_grad():
-            source.lm_head.weight.add_(1)
-        report = IpcSync(engine, CPU, bucket_bytes=bucket_bytes, timeout=60).push(Trained(source), version)
-        assert report.bytes == sum(p.nbytes for p in source.parameters())
-        for received, checksum, weights in engine_processes.answers:
-            assert (received, checksum) == (report.bytes, report.checksum)
-            for name, parameter in source.named_parameters():
-                assert torch.equal(torch.from_numpy(weights[name]), parameter), name
-        assert engine.weight_version == version
-
-
-def ipc_pair(receiver, source, version=4, expected=4):
-    """The outcomes of both sides of one push, in one process."""
-    ours, theirs = multiprocessing.Pipe()
-    engine = engine_of(Remote([ours]))
-    engine.receiver().finish_receiving = lambda: None
-    return together(
-        lambda: IpcSync(engine, CPU, bucket_bytes=20_000, timeout=30).push(source, version),
-        lambda: receive_ipc(receiver, theirs, expected),
-    )
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (BrokenPipeError(32, "Broken pipe"), "rollout process 0 has ended"),
-        (
-            OSError(28, "No space left on device"),
-            r"rollout process 0 did not get the weights: .*No space left on device",
-        ),
-    ],
-)
-def test_a_message_that_is_not_sent_says_why(error, message):
-    class Broken:
-        def send_bytes(self, buf):
-            raise error
-
-    with pytest.raises(ValueError, match=message):
-        IpcSync(engine_of(Remote([Broken()])), CPU).push(Trained(make_module(0)), 0)
-
-
-def test_an_error_of_either_side_reaches_the_other():
-    target = ModuleReceiver(make_module(1))
-    sender, receiver = ipc_pair(target, Trained(make_module(0)), expected=5)
-    assert str(receiver) == "expected weights of version 5, found version 4"
-    assert str(sender) == f"weight sync: rollout process 0 cannot load the weights: ValueError: {receiver}"
-    sender, receiver = ipc_pair(target, Lists(torch.ones(4), RuntimeError("lost")))
-    assert str(sender) == "lost"
-    assert str(receiver) == "weight sync: the trainer cannot send the weights: RuntimeError: lost"
-    sender, receiver = ipc_pair(target, Lists(torch.ones(4)))
-    assert "parameter 'p0' is unknown" in str(receiver) and "parameter 'p0' is unknown" in str(sender)
 
 
 # ---- files ------------------------------------------------------------------------------------------------------
@@ -241,13 +141,13 @@ def test_the_checksum_is_the_same_on_every_rank_that_stores_the_same():
 
 
 def test_a_method_that_does_not_fit_the_engine_is_refused():
-    shared, copied, remote = engine_of(None), engine_of(ModuleReceiver(make_module())), engine_of(Remote([]))
-    for engine, name in ((shared, "InProcessSync"), (copied, "ReplicaSync"), (remote, "IpcSync")):
+    shared, copied = engine_of(None), engine_of(ModuleReceiver(make_module()))
+    for engine, name in ((shared, "InProcessSync"), (copied, "ReplicaSync")):
         assert type(local_sync("auto", engine, CPU, bucket_bytes=1)).__name__ == name
-    with pytest.raises(ValueError, match=r"rollout.weight_sync=ipc: .* is synchronized by 'replica': use auto or repl"):
-        local_sync("ipc", copied, CPU, bucket_bytes=1)
+    with pytest.raises(ValueError, match=r"rollout.weight_sync=disk: .* is synchronized by 'replica': use auto or rep"):
+        local_sync("disk", copied, CPU, bucket_bytes=1)
     with pytest.raises(ValueError, match=r"rollout.lora_sync=adapters: expected a rollout engine whose receiver acc"):
-        local_sync("auto", remote, CPU, bucket_bytes=1, lora_sync="adapters", has_adapters=True)
+        local_sync("auto", engine_of(SimpleNamespace()), CPU, bucket_bytes=1, lora_sync="adapters", has_adapters=True)
 
 
 def test_shards_are_read_for_a_full_copy_where_that_is_preferred():

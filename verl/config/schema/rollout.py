@@ -232,7 +232,7 @@ class RolloutConfig(RolloutEngineConfig):
         active_when=(("log_prob_micro_batch_size_per_gpu", None), ("log_prob_use_dynamic_bsz", True)),
         ge=1,
     )
-    weight_sync: Literal["auto", "in_process", "replica", "reshard", "ipc", "collective", "disk"] = field(
+    weight_sync: Literal["auto", "in_process", "replica", "reshard", "collective", "disk"] = field(
         "auto", "how weights reach the rollout engine; auto: chosen by placement and engine"
     )
     weight_sync_dir: str | None = field(None, "folder of weight_sync=disk, shared by the trainer and the rollout ranks")
