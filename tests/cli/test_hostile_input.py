@@ -98,7 +98,6 @@ def test_a_file_that_cannot_be_read(command, suffix, kind, tmp_path, monkeypatch
         "merge --backend fsdp --local_dir x --target_dir y --max_shard_size N",
         "config convert x.yaml --gpus N",
         "train trainer.total_training_steps=N --dry-run",
-        "train --chaos N --dry-run",
         "train trainer.seed=N --dry-run",
     ],
 )

@@ -128,7 +128,7 @@ def test_a_config_that_no_model_has_is_refused_in_a_run_too(settings, changed, c
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("name", ["--config-name", "--config-path", "--chaos"])
+@pytest.mark.parametrize("name", ["--config-name", "--config-path"])
 def test_an_option_without_its_value(capsys, name):
     status, _, err = call(capsys, "trainer.nnodes=1", name)
     assert status == 1 and err.strip() == f"error: {name} requires a value"

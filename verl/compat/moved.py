@@ -105,7 +105,6 @@ verl.trainer -> verl.trainer.guards: validation_watch:early_stopping interruptio
 verl.trainer.checks -> verl.trainer.guards: faults
 verl.trainer.state -> verl.trainer.guards: bad_steps validation_watch:early_stopping interruption operator_watch
 verl.trainer.state -> verl.trainer.guards: quarantine restarts
-verl.utils -> verl.trainer.guards: chaos:faults
 verl.trainer -> verl.trainer.output: divergence metrics display:run_log run_log recording:samples samples
 verl.trainer.output -> verl.trainer.output: display:run_log summary:run_log recording:samples
 verl.trainer -> verl.trainer.ppo: batch_functions canary dynamic_sampling ppo_flow:flow ppo_operators:operators

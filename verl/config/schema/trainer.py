@@ -156,7 +156,6 @@ class TrainerConfig(_WithAsync):
     )
     rollout_data_dir: FilePath | None = field(None, "folder for the responses of each step (JSONL)")
     validation_data_dir: FilePath | None = field(None, "folder for the responses of each validation (JSONL)")
-    chaos: StrList = field([], "faults to inject, such as [kill@7,nan-grad@4] (docs/trust.md)")
 
     @property
     def max_staleness(self) -> int:

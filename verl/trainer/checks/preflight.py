@@ -166,7 +166,6 @@ CHECKS: tuple[Check, ...] = (
     Check("trackers", CONFIG, "config.check_tracker_names"),
     Check("output folders", CONFIG, "config.check_output_folders"),
     Check("critic", CONFIG, "config.check_critic_settings", Config),
-    Check("faults", CONFIG, "verl.trainer.guards.faults:check_faults", Config),
     Check("reward model", CONFIG, "config.check_reward_model", Config),
     Check("agent loop", CONFIG, "agents.check_agent_loop", Config),
     Check("estimator and loss", CONFIG, "config.check_required_settings", Config),

@@ -60,7 +60,7 @@ _TUNED = (
 #: settings whose changes are not logged
 _FREE = (
     *("trainer.resume_mode", "trainer.resume_from_path", "trainer.total_training_steps", "trainer.total_epochs"),
-    *("trainer.logger", "trainer.save_at_end", "trainer.allow_change", "trainer.chaos"),
+    *("trainer.logger", "trainer.save_at_end", "trainer.allow_change"),
     "trainer.val_only",
 )
 #: what `trainer.allow_change` names beside settings
