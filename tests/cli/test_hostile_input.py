@@ -67,7 +67,7 @@ READERS[""] = [
 ]
 READERS[""] += ["train actor_rollout_ref.model.path=FILE --dry-run", "runs list FILE", "runs compare FILE FILE"]
 READERS[""] += ["merge --backend fsdp --local_dir FILE --target_dir target", "serve FILE --port 0", "report FILE"]
-READERS[""] += ["merge test --backend megatron --local_dir FILE --test_hf_dir FILE", "replay FILE"]
+READERS[""] += ["merge test --backend megatron --local_dir FILE --test_hf_dir FILE"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

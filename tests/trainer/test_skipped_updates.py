@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from tests.trainer.runs import lines, steps_in, uids_of
 from verl.data.order import ResumableSampler
+from verl.protocol import DataProto
 from verl.trainer.guards.bad_steps import BadSteps
 from verl.trainer.guards.base import SKIP
 from verl.trainer.local_trainer import LocalPPOTrainer
@@ -49,7 +50,7 @@ def run(settings: list[str], folder, broken: Collection[int], *overrides: str, s
     ("broken", "overrides", "message"),
     [
         (range(100), "", r"5 steps in a row had skipped updates .*; no checkpoint was saved"),
-        (range(100), "max_skipped_steps=3 max_step_dumps=1", r"3 steps .* `verl replay .*/step_1` shows the samples"),
+        (range(100), "max_skipped_steps=3 max_step_dumps=1", r"3 steps .*/step_1.pt has the batch of one"),
         (range(7, 100), "max_skipped_steps=2 save_freq=3", r"2 steps in a row.* newest checkpoint is .*global_step_3$"),
         ((1, 4), "max_skipped_steps=2", r"2 steps in a row had skipped updates \(actor/grad_skipped 0.5 in"),
     ],
@@ -65,7 +66,17 @@ def test_a_dump_that_fails_is_not_named(settings, tmp_path):
     (tmp_path / "run/bad_steps").write_text("not a folder")
     with pytest.raises(FloatingPointError) as error:
         run(settings, tmp_path, range(100), "trainer.max_skipped_steps=2")
-    assert "verl replay" not in str(error.value)
+    assert "has the batch" not in str(error.value)
+
+
+def test_the_batches_of_bad_steps_are_saved_up_to_a_number(settings, tmp_path):
+    seen: list[list[str]] = []
+    run(settings, tmp_path, (3, 5, 8), "trainer.max_step_dumps=2", seen=seen)  # updates of the steps 2, 3 and 4
+    files = sorted((tmp_path / "run/bad_steps").iterdir())
+    assert [path.name for path in files] == ["step_2.pt", "step_3.pt"]
+    batch = DataProto.load(files[0])
+    assert sorted(set(batch.non_tensor_batch["uid"])) == seen[1]
+    assert {"advantages", "old_log_probs"} <= set(batch.batch.keys())
 
 
 def test_resuming_starts_before_the_steps_that_changed_nothing(settings, tmp_path):

@@ -14,7 +14,6 @@ import pytest
 from PIL import Image, ImageDraw
 
 from tests.pages import ROOT
-from tests.trainer.test_replay import LOSS
 from tests.vl_models import save_llava, save_vl_model
 from verl import PPOTrainer, SFTTrainer
 from verl.data import media_files
@@ -23,7 +22,6 @@ from verl.evaluation.generate import GenerationRun
 from verl.evaluation.prompts import write_output
 from verl.tracking.report import write_report
 from verl.trainer.output.samples import step_record
-from verl.trainer.state.replay import replay
 
 COLORS = {"a": (220, 30, 30), "b": (30, 30, 220)}
 
@@ -110,16 +108,6 @@ def test_a_model_without_its_own_code_runs_on_the_generic_path(vision, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 2 and all(line["rollout/logprob_gap_max"] < 1e-4 for line in lines)
     assert all(line["actor/grad_norm"] > 0 for line in lines)
-
-
-def test_a_replay_sees_the_images_of_the_run(vision, tmp_path):
-    (tmp_path / "loss.py").write_text(LOSS.replace("breaks_low_scores", "breaks_images").replace("-0.3", "9"))
-    more = {"imports": [str(tmp_path / "loss.py")], "trainer.total_training_steps": 1, "trainer.test_freq": -1}
-    more |= {"actor_rollout_ref.actor.policy_loss.loss_mode": "breaks_images"}
-    PPOTrainer(settings(vision, tmp_path / "run", **more), reward_fn=letters).fit()
-    found = replay(tmp_path / "run/bad_steps/step_1")
-    assert found.notes == ["log-probs of the replay and of the run differ by at most 0"]
-    assert len(found.samples["actor"]) == 8
 
 
 def test_a_resume_notices_other_images_of_the_same_size(vision, tmp_path):

@@ -15,7 +15,7 @@ verl.utils -> verl.batch: equality:containers
 verl.checkpoints -> verl.checkpoints: boxes:shard_files
 verl.utils -> verl.checkpoints: atomic shard_files checkpoint_store:store
 verl.trainer.state -> verl.cli: verify_resume
-verl.cli -> verl.cli: check:programs examples:programs merge:programs quickstart:programs replay:runs report:runs
+verl.cli -> verl.cli: check:programs examples:programs merge:programs quickstart:programs report:runs
 verl.cli.config -> verl.cli: commands:app
 verl.cli.config -> verl.cli.config: convert:show explain:show
 verl.algorithms -> verl.config: presets

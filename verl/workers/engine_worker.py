@@ -118,12 +118,6 @@ class EngineWorker(Worker):
         self.engine.save(Path(folder), tuple(self.checkpoint.save_contents), self.checkpoint.async_save)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_weights(self, folder: str | Path) -> None:
-        """Write the full weights as a Hugging Face model to `folder/huggingface`."""
-        self.engine.save(Path(folder), ("hf_model",))
-        self.engine.finish_save()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def is_checkpoint_written(self) -> bool:
         """Whether no background write is running, successful or not."""
         return self.engine.is_saved()

@@ -1,4 +1,4 @@
-"""Bad steps: steps with a skipped update, or whose update broke the weights. They are dumped, counted, and end the run.
+"""Bad steps: steps with a skipped update, or whose update broke the weights. They are logged, counted, and end the run.
 
 A bad step is not saved, so that a run never resumes from one. After `trainer.max_skipped_steps` bad steps in a row, or
 at once if the weights are broken, the run stops or, with `trainer.on_bad_steps=rollback`, returns once to its last
@@ -6,17 +6,12 @@ checkpoint and continues with the prompts after the bad ones (as Chowdhery et al
 """
 
 import logging
-import shutil
 from pathlib import Path
-from typing import Any
 
-from verl.config import dump_config
 from verl.config.fields import Schema
 from verl.trainer.guards.base import ROLL_BACK, SKIP, Action, Guard
 from verl.trainer.state.checkpointing import BadStepsError
-from verl.trainer.state.saved_state import save_state
 from verl.trainer.view import RunView, StepReport
-from verl.utils.paths import resolved
 
 logger = logging.getLogger("verl.trainer")
 
@@ -32,7 +27,7 @@ class BadSteps(Guard):
     def __init__(self, config: Schema):
         self._settings = config.trainer
         self._dumps = 0
-        self._dumped: Path | None = None  # the newest dump
+        self._dumped: Path | None = None  # the newest one
         self._in_a_row = 0  # bad steps since the last good one
         self._last_step = 0
 
@@ -51,7 +46,7 @@ class BadSteps(Guard):
                 checkpointer.require_finite(_role(name), report.step)
         if 0 < limit <= self._in_a_row:
             checkpointer.wait()
-            hint = f"; `verl replay {self._dumped}` shows the samples" if self._dumped is not None else ""
+            hint = f"; {self._dumped} has the batch of one" if self._dumped is not None else ""
             raise BadStepsError(
                 f"{limit} steps in a row had skipped updates ({_format_metrics(bad)} in step {report.step}): a "
                 "gradient, a loss or a column of the batch was not finite. Look at the metrics of the steps before "
@@ -74,56 +69,21 @@ class BadSteps(Guard):
         return ROLL_BACK
 
     def _dump(self, view: RunView, report: StepReport, bad: dict[str, float]) -> None:
-        """Write what `verl replay` needs. A dump that fails is logged: it does not end the run."""
+        """Save the batch of a bad step. If that fails, it is logged: it does not end the run."""
         description = f"step {report.step} is bad ({_format_metrics(bad)})"
         if self._dumps >= self._settings.max_step_dumps:
             logger.warning("%s", description)
             return
         self._dumps += 1
-        folder = view.folder / FOLDER / f"step_{report.step}"
+        path = view.folder / FOLDER / f"step_{report.step}.pt"
         try:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            _write(folder, view, report, bad)
+            path.parent.mkdir(exist_ok=True)
+            report.batch.save(path)
         except Exception as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            logger.error("%s; it could not be dumped: %s", description, error)
+            logger.error("%s; its batch could not be saved: %s", description, error)
             return
-        self._dumped = folder
-        logger.error("%s; inspect it with: verl replay %s", description, folder)
-
-
-def _write(folder: Path, view: RunView, report: StepReport, bad: dict[str, float]) -> None:
-    roles = list(dict.fromkeys(map(_role, bad)))
-    state = {
-        "format": 1,
-        "step": report.step,
-        "bad": bad,
-        "metrics": {name: float(value) for name, value in report.metrics.items()},
-        "roles": roles,
-        "weights": {role: _weights(view, role, folder, bad) for role in roles},
-        "writers": {column: op.name for op in view.pipelines[0].operators for column in op.writes},
-        "batch": report.batch,
-        "total_steps": view.total_steps,
-        "working_dir": str(view.run.working_dir),
-    }
-    save_state(state, folder, "step")
-    (folder / "config.yaml").write_text(dump_config(view.config, redact=True), encoding="utf-8")
-
-
-def _weights(view: RunView, role: str, folder: Path, bad: dict[str, float]) -> dict[str, Any]:
-    """Where the weights of a role are, and whether they are those of the bad updates.
-
-    They are those after the step. If all its updates were skipped, nothing has changed. Broken weights are not
-    written: the newest checkpoint has the last ones that were not.
-    """
-    prefixes = [name.partition("/")[0] for name in bad if _role(name) == role]
-    if any(f"{prefix}/{BROKEN}" in bad for prefix in prefixes):
-        saved, step = view.checkpointer.saved_path, view.checkpointer.saved_step
-        return {"path": None if saved is None else str(resolved(saved) / role), "unchanged": step == view.step - 1}
-    view.roles[role].save_weights(folder / role)
-    view.run.inputs.tokenizer.save_pretrained(folder / role / "huggingface")
-    return {"path": role, "unchanged": all(bad[f"{prefix}/{SKIPPED}"] == 1 for prefix in prefixes)}
+        self._dumped = path
+        logger.error("%s; its batch is saved: DataProto.load(%r)", description, str(path))
 
 
 def _role(metric: str) -> str:
