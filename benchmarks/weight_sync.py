@@ -12,7 +12,6 @@ Weights are random: float32 in training, bfloat16 in the rollout. Cases:
 - `gather`: FSDP2 on both devices, and a tensor-parallel half of the model on each; all weights are gathered
   (`replica`).
 - `slices`: the same by `reshard`: each device receives the chunks that it lacks.
-- `disk`: written by process 0, read by process 1 (`disk`).
 
 `bytes`: sent to a rollout rank; `kept_bytes`: needed by it, and there already. `limit_seconds`: bytes of the push at
 the rate measured in this run: a broadcast of one block (`split`, `lora`), an all-gather of one block (`replica`,
@@ -26,7 +25,6 @@ import json
 import math
 import multiprocessing
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,14 +44,12 @@ from verl.single_controller.worker import free_port  # noqa: E402
 from verl.utils.shards import Shard  # noqa: E402
 from verl.weight_sync import (  # noqa: E402
     CollectiveSync,
-    DiskSync,
     ModuleReceiver,
     ReplicaSync,
     ReshardSync,
     SyncReport,
     TransferGroup,
     receive_collective,
-    receive_disk,
 )
 
 #: hidden size, MLP, layers, heads, key-value heads, vocabulary
@@ -63,7 +59,7 @@ SHAPES = {
     "1.5B": (1536, 8960, 28, 12, 2, 151936),
     "7B": (3584, 18944, 28, 28, 4, 152064),
 }
-CASES = ("split", "lora", "replica", "full", "gather", "slices", "disk")
+CASES = ("split", "lora", "replica", "full", "gather", "slices")
 RANK = 32  # of the adapters
 NARROW = torch.bfloat16
 
@@ -289,22 +285,6 @@ class Bench:
     def slices(self) -> dict:
         return self._colocated(self._slices(), reshard=True)
 
-    def disk(self) -> dict:
-        folders = [tempfile.mkdtemp(dir=self.args.folder)]
-        dist.broadcast_object_list(folders, 0, self.host)
-        if self.rank == 0:
-            sync = DiskSync(folders[0], dtype=NARROW)
-            source = Source(model(self.args.shape, self.device, torch.float32))
-        else:
-            receiver = ModuleReceiver(model(self.args.shape, self.device, NARROW), filled=True)
-
-        def push(version: int) -> SyncReport:
-            report = sync.push(source, version) if self.rank == 0 else None
-            dist.barrier(self.host)
-            return report or receive_disk(receiver, folders[0], version, version % self.args.check_every == 0)
-
-        return self.measure(push)
-
 
 def work(rank: int, args: argparse.Namespace, port: int) -> None:
     torch.set_num_threads(1)
@@ -314,12 +294,11 @@ def work(rank: int, args: argparse.Namespace, port: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.5B")
-    parser.add_argument("--cases", default=",".join(case for case in CASES if case != "disk"))
+    parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--bucket-mib", type=int, default=128)
     parser.add_argument("--pushes", type=int, default=3, help="measured pushes of a case")
     parser.add_argument("--check-every", type=int, default=10, help="as rollout.check_every")
-    parser.add_argument("--folder", help="of the case disk; default: the temporary folder")
     args = parser.parse_args()
     args.cases = args.cases.split(",")
     if unknown := set(args.cases) - set(CASES):

@@ -14,7 +14,6 @@ from verl.rollout.request import SamplingParams, make_requests
 from verl.single_controller.worker import free_port
 from verl.weight_sync import (
     CollectiveSync,
-    DiskSync,
     InProcessSync,
     ModuleReceiver,
     ReplicaSync,
@@ -147,11 +146,6 @@ def test_collective_delivers_every_parameter_to_every_rank(bucket_bytes, dtype):
         assert reports[0].bytes == size * (4 if dtype is None else 2)
         for module in modules:
             check_same_weights(source, module, dtype)
-
-
-def test_training_ranks_that_do_not_write_only_iterate(tmp_path):
-    report = DiskSync(tmp_path, writes=False).push(Trained(make_module()), 3)
-    assert (report.version, report.bytes) == (3, 0) and not list(tmp_path.iterdir())
 
 
 def test_training_ranks_without_a_group_only_iterate():

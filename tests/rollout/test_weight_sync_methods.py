@@ -1,26 +1,20 @@
 """Weight sync over files, adapters apart, and verification of what a receiver stores."""
 
-import errno
-import os
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 
-from tests.rollout.test_weight_sync import CPU, Lists, Trained, check_same_weights, groups, make_module, together
-from verl.utils.disk import DiskError
+from tests.rollout.test_weight_sync import CPU, Trained, groups, make_module, together
 from verl.weight_sync import (
     CollectiveSync,
-    DiskSync,
     ModuleReceiver,
     ReplicaSync,
     buckets,
     local_sync,
     receive_collective,
-    receive_disk,
 )
 from verl.weight_sync.factory import copy_bandwidth
 
@@ -46,49 +40,6 @@ def test_the_bandwidth_of_a_group_is_that_of_a_broadcast_which_has_reached_all_r
 
 def engine_of(receiver):
     return SimpleNamespace(receiver=lambda: receiver, weight_version=-1)
-
-
-# ---- files ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_files_are_verified_and_old_versions_are_pruned(tmp_path, dtype):
-    source, module = make_module(0), make_module(1)
-    target, sync = ModuleReceiver(module, filled=True), DiskSync(tmp_path, dtype=dtype)
-    for version in range(4):
-        with torch.no_grad():
-            source.lm_head.weight.add_(1)
-        report = sync.push(Trained(source), version)
-        assert receive_disk(target, tmp_path, version).bytes == report.bytes
-        check_same_weights(source, module, dtype)
-    assert sorted(path.name for path in tmp_path.glob("*_step_*")) == ["global_step_2", "global_step_3"]
-    (file,) = (tmp_path / "global_step_3").glob("*.safetensors")
-    with safe_open(file, "pt") as tensors:
-        assert set(tensors.keys()) == {name for name, _ in source.named_parameters()}
-    content = bytearray(file.read_bytes())
-    content[-9] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"weights of version 3 cannot be read: .*model-00000.safetensors"):
-        receive_disk(target, tmp_path, 3)
-    with pytest.raises(ValueError, match=r"weights of version 9 cannot be read: .*does not exist"):
-        receive_disk(target, tmp_path, 9)
-
-
-@pytest.mark.skipif(not os.path.isdir("/sys"), reason="needs a folder that nobody can write to")
-def test_a_weight_folder_that_is_refused_is_named_with_its_own_key(tmp_path):
-    key = r"actor_rollout_ref\.rollout\.weight_sync_dir$"
-    refused = rf"the weight folder of version 1 cannot be written to /sys/run: .*'/sys/run'\. Make .* set {key}"
-    with pytest.raises(DiskError, match=refused):
-        DiskSync("/sys/run").push(Trained(make_module()), 1)
-    full = rf"no space left for the weight folder of version 1, which needs .*free\)\. Free some space, or .* set {key}"
-    with pytest.raises(DiskError, match=full):
-        DiskSync(tmp_path).push(Lists(torch.ones(4), OSError(errno.ENOSPC, "No space left on device")), 1)
-
-
-def test_a_push_that_fails_leaves_no_version(tmp_path):
-    with pytest.raises(RuntimeError, match="lost"):
-        DiskSync(tmp_path).push(Lists(torch.ones(4), RuntimeError("lost")), 1)
-    assert [path for path in tmp_path.iterdir() if path.name.startswith("global_step")] == []
 
 
 # ---- what a receiver stores -------------------------------------------------------------------------------------
@@ -144,8 +95,8 @@ def test_a_method_that_does_not_fit_the_engine_is_refused():
     shared, copied = engine_of(None), engine_of(ModuleReceiver(make_module()))
     for engine, name in ((shared, "InProcessSync"), (copied, "ReplicaSync")):
         assert type(local_sync("auto", engine, CPU, bucket_bytes=1)).__name__ == name
-    with pytest.raises(ValueError, match=r"rollout.weight_sync=disk: .* is synchronized by 'replica': use auto or rep"):
-        local_sync("disk", copied, CPU, bucket_bytes=1)
+    with pytest.raises(ValueError, match=r"rollout.weight_sync=reshard: .* is synchronized by 'replica': use auto"):
+        local_sync("reshard", copied, CPU, bucket_bytes=1)
     with pytest.raises(ValueError, match=r"rollout.lora_sync=adapters: expected a rollout engine whose receiver acc"):
         local_sync("auto", engine_of(SimpleNamespace()), CPU, bucket_bytes=1, lora_sync="adapters", has_adapters=True)
 

@@ -114,7 +114,7 @@ verl.trainer -> verl.trainer.state: checkpointing saved_state
 verl.trainer.state -> verl.trainer.state: object_identity:identity
 verl.utils -> verl.utils: clock:coroutines threads:device lock:disk decoding:tokenizer
 verl.rollout.weight_sync -> verl.weight_sync: adapters base in_process:base buckets collective transfer_group:collective
-verl.rollout.weight_sync -> verl.weight_sync: disk factory replica:factory module_receiver checksums:verify
+verl.rollout.weight_sync -> verl.weight_sync: factory replica:factory module_receiver checksums:verify
 verl.rollout.weight_sync -> verl.weight_sync: loading:verify position_sums:verify
 verl.weight_sync -> verl.weight_sync: transfer_group:collective replica:factory
 verl.rollout.weight_sync -> verl.weight_sync.reshard: chunk_table chunks_triton grouping:plan plan copies:sync

@@ -163,8 +163,7 @@ class PPOTrainer(Trainer):
             prompt_length=rollout.prompt_length,
             response_length=rollout.response_length,
         )
-        by_disk = rollout.weight_sync == "disk"
-        self.rollout_weights = RolloutWeights(self.roles, self.config.rollout_is_separate, canary, by_disk)
+        self.rollout_weights = RolloutWeights(self.roles, self.config.rollout_is_separate, canary)
         if self.config.trainer.max_staleness > 0:
             from verl.trainer.asynchronous.generation import AsyncRunner
 

@@ -6,7 +6,7 @@
     report = sync.push(train_engine, version=step)    # collective: on every training rank
     report.bytes, report.seconds    # rollout.weight_version is now `step`; at an error, the engine has no weights
 
-The methods (`rollout.weight_sync`) are `in_process`, `replica`, `reshard`, `collective` and `disk`:
+The methods (`rollout.weight_sync`) are `in_process`, `replica`, `reshard` and `collective`:
 docs/weight_sync.md. Two mechanisms find wrong weights (`verify`): checksums in transit, in every push; and after the
 first push and every `rollout.check_every` versions, a comparison of what the engine stores, with the canary of the
 trainer. `version` is the number of completed training steps, so that a resumed run reproduces it.
@@ -24,7 +24,6 @@ _HOME = {
     "verl.weight_sync.reshard.sync": "ReshardSync",
     "verl.weight_sync.module_receiver": "ModuleReceiver",
     "verl.weight_sync.collective": "CollectiveSync TransferGroup receive_collective",
-    "verl.weight_sync.disk": "DiskSync receive_disk",
     "verl.weight_sync.factory": "ReplicaSync local_sync",
 }
 
