@@ -111,7 +111,6 @@ verl.trainer -> verl.trainer.ppo: batch_functions canary dynamic_sampling ppo_fl
 verl.trainer -> verl.trainer.ppo: rollout_correction rollout_weights:weights
 verl.trainer -> verl.trainer.startup: arguments command_line inputs setup:inputs launch roles torchrun
 verl.trainer -> verl.trainer.state: checkpointing saved_state
-verl.trainer.state -> verl.trainer.state: object_identity:identity
 verl.utils -> verl.utils: clock:coroutines threads:device lock:disk decoding:tokenizer
 verl.rollout.weight_sync -> verl.weight_sync: adapters base in_process:base buckets collective transfer_group:collective
 verl.rollout.weight_sync -> verl.weight_sync: factory replica:factory module_receiver checksums:verify

@@ -105,7 +105,6 @@ _DEPRECATED = {
     "critic.checkpoint.contents": "critic.checkpoint.save_contents",
     _ARR + "rollout.multi_turn.max_turns": _ARR + "rollout.multi_turn.max_assistant_turns",
     "ray_init.num_cpus": "ray_kwargs.ray_init.num_cpus",
-    "ray_init.timeline_json_file": "ray_kwargs.timeline_json_file",
     "critic.fsdp.strategy": "critic.strategy",
     _ARR + "actor.fsdp_config.mixed_precision.param_dtype": _ARR + "actor.fsdp_config.dtype",
     _ARR + "ref.fsdp_config.mixed_precision.param_dtype": _ARR + "ref.fsdp_config.dtype",

@@ -142,7 +142,6 @@ class TrainerConfig(_WithAsync):
     max_actor_ckpt_to_keep: int | None = field(None, "number of actor checkpoints to keep; null: all", ge=1)
     max_critic_ckpt_to_keep: int | None = field(None, "number of critic checkpoints to keep; null: all", ge=1)
     critic_warmup: int = field(0, "steps in which only the critic is updated", ge=0)
-    balance_batch: bool = field(True, "balance the number of tokens over the ranks")
     worker_env: dict[str, str] = field(
         {},
         "environment variables of the workers, such as NCCL_SOCKET_IFNAME, and of processes of reward functions, tools "
@@ -181,4 +180,3 @@ class RayConfig(Section):
     """`ray_kwargs`: how Ray is started."""
 
     ray_init: dict[str, Any] = field({}, "arguments of ray.init, such as num_cpus and runtime_env")
-    timeline_json_file: str | None = field(None, "file for Ray's timeline")

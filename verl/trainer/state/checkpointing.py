@@ -125,7 +125,7 @@ class Checkpointer:
     watch: ValidationWatch
 
     def __post_init__(self) -> None:
-        self.identity = Identity(self.run.config, self.run.working_dir, self.run.own_reward)
+        self.identity = Identity(self.run.config, self.run.working_dir)
         self.saved_step: int | None = None
         self.saved_path: Path | None = None
         self.rollbacks = 0
