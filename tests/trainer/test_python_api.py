@@ -451,19 +451,6 @@ def other_letters(solution_str, ground_truth, data_source):
     return float(solution_str.count("a"))
 
 
-def test_another_reward_does_not_resume_a_run(config, tiny, caplog):
-    own, rows = {"trainer.total_training_steps": 1}, rows_of(tiny / "train.jsonl")
-    PPOTrainer(config, overrides=own, train_dataset=rows, reward=letters).fit()
-    register_reward("letters")(other_letters)
-    words = "belongs to another experiment:\n  reward: other_letters is new, letters is missing"
-    for other in (other_letters, "letters"):
-        with pytest.raises(ValueError, match=words) as found:
-            PPOTrainer(config, overrides=own, train_dataset=rows, reward=other).fit()
-        assert "set a new trainer.experiment_name" in str(found.value)
-    assert PPOTrainer(config, overrides=own, train_dataset=rows, reward=letters).fit() == {}
-    assert "nothing to train" in caplog.text
-
-
 def test_prompts_and_models_that_are_none(config, tiny):
     trainer = PPOTrainer(config, train_dataset=[{"prompt": "a=", "answer": "a"}] * 4, reward=letters)
     for prompts in ([], 5, None):
