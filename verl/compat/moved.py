@@ -102,7 +102,6 @@ verl.trainer.checks -> verl.trainer.checks: model_limits:models
 verl.planner -> verl.trainer.checks: settings:planning
 verl.trainer.startup -> verl.trainer.checks: recipe:preflight
 verl.trainer -> verl.trainer.guards: validation_watch:early_stopping interruption
-verl.trainer.checks -> verl.trainer.guards: faults
 verl.trainer.state -> verl.trainer.guards: bad_steps validation_watch:early_stopping interruption operator_watch
 verl.trainer.state -> verl.trainer.guards: quarantine restarts
 verl.trainer -> verl.trainer.output: divergence metrics display:run_log run_log recording:samples samples
@@ -123,19 +122,20 @@ verl.workers -> verl.workers: actor_rollout_ref:policy
 """
 
 
-def _read(table: str) -> dict[str, str]:
-    moved = {}
+def read_renames(table: str) -> dict[str, str]:
+    """Old dotted name -> new one, from lines such as `old -> new: name before:after`."""
+    renames = {}
     for line in table.strip().splitlines():
         packages, names = line.split(": ", 1)
         old, new = packages.split(" -> ")
         for name in names.split():
             before, _, after = name.partition(":")
-            moved[f"{old}.{before}"] = f"{new}.{after or before}"
-    return moved
+            renames[f"{old}.{before}"] = f"{new}.{after or before}"
+    return renames
 
 
 #: old module path -> new module path
-MOVED = _read(_TABLE) | {
+MOVED = read_renames(_TABLE) | {
     # modules of public verl that exist here under another path
     "verl.trainer.ppo.core_algos": "verl.algorithms.core_algos",
     "verl.trainer.ppo.rollout_corr_helper": "verl.algorithms.rollout_correction",
