@@ -83,7 +83,6 @@ class RunConfig(Section):
     on_bad_steps: Literal["stop", "rollback"] = field(
         "stop", "after max_skipped_steps: stop, or return once to the last checkpoint and skip the prompts since then"
     )
-    max_step_dumps: int = field(3, "bad steps whose batch is saved; 0: none", ge=0)
     resume_mode: Literal["auto", "disable", "resume_path"] = field(
         "auto", "resume from the newest checkpoint, not at all, or from resume_from_path"
     )

@@ -6,7 +6,6 @@ checkpoint and continues with the prompts after the bad ones (as Chowdhery et al
 """
 
 import logging
-from pathlib import Path
 
 from verl.config.fields import Schema
 from verl.trainer.guards.base import ROLL_BACK, SKIP, Action, Guard
@@ -15,30 +14,27 @@ from verl.trainer.view import RunView, StepReport
 
 logger = logging.getLogger("verl.trainer")
 
-FOLDER = "bad_steps"
 SKIPPED, BROKEN = "grad_skipped", "broken_tensors"
 #: prefix of a metric -> the role that reports it, where they differ
 _ROLES = {"train": "actor"}
 
 
 class BadSteps(Guard):
-    """Counts and dumps the bad steps of a run."""
+    """Counts the bad steps of a run."""
 
     def __init__(self, config: Schema):
         self._settings = config.trainer
-        self._dumps = 0
-        self._dumped: Path | None = None  # the newest one
         self._in_a_row = 0  # bad steps since the last good one
         self._last_step = 0
 
     def after_step(self, view: RunView, report: StepReport) -> Action | None:
-        """Count and dump a bad step. Raises BadStepsError if the run cannot continue after it."""
+        """Count a bad step. Raises BadStepsError if the run cannot continue after it."""
         bad = {name: value for name, value in report.metrics.items() if name.endswith((SKIPPED, BROKEN)) and value > 0}
         follows, self._last_step = report.step == self._last_step + 1, report.step  # False: the run was rewound
         self._in_a_row = self._in_a_row * follows + 1 if bad else 0
         if not bad:
             return None
-        self._dump(view, report, bad)
+        logger.error("step %d is bad (%s)", report.step, _format_metrics(bad))
         checkpointer, limit = view.checkpointer, self._settings.max_skipped_steps
         for name in bad:
             if name.endswith(BROKEN):
@@ -46,11 +42,10 @@ class BadSteps(Guard):
                 checkpointer.require_finite(_role(name), report.step)
         if 0 < limit <= self._in_a_row:
             checkpointer.wait()
-            hint = f"; {self._dumped} has the batch of one" if self._dumped is not None else ""
             raise BadStepsError(
                 f"{limit} steps in a row had skipped updates ({_format_metrics(bad)} in step {report.step}): a "
                 "gradient, a loss or a column of the batch was not finite. Look at the metrics of the steps before "
-                f"(learning rate, KL, lengths). trainer.max_skipped_steps sets the limit (0: no limit){hint}; "
+                "(learning rate, KL, lengths). trainer.max_skipped_steps sets the limit (0: no limit); "
                 f"{checkpointer.newest()}"
             )
         return SKIP if limit else None
@@ -67,23 +62,6 @@ class BadSteps(Guard):
             error.add_note(f"trainer.on_bad_steps=rollback: {reason}")
             return None
         return ROLL_BACK
-
-    def _dump(self, view: RunView, report: StepReport, bad: dict[str, float]) -> None:
-        """Save the batch of a bad step. If that fails, it is logged: it does not end the run."""
-        description = f"step {report.step} is bad ({_format_metrics(bad)})"
-        if self._dumps >= self._settings.max_step_dumps:
-            logger.warning("%s", description)
-            return
-        self._dumps += 1
-        path = view.folder / FOLDER / f"step_{report.step}.pt"
-        try:
-            path.parent.mkdir(exist_ok=True)
-            report.batch.save(path)
-        except Exception as error:
-            logger.error("%s; its batch could not be saved: %s", description, error)
-            return
-        self._dumped = path
-        logger.error("%s; its batch is saved: DataProto.load(%r)", description, str(path))
 
 
 def _role(metric: str) -> str:
