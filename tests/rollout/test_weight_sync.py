@@ -19,9 +19,9 @@ from verl.weight_sync import (
     ReplicaSync,
     SyncReport,
     TransferGroup,
-    checksum_of,
     receive_collective,
 )
+from verl.weight_sync.verify import combine, sums_of
 
 SIZES = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 CONFIG = LlamaConfig(**SIZES, num_attention_heads=4, max_position_embeddings=64)
@@ -169,7 +169,7 @@ def test_a_damaged_bucket_is_named_on_both_sides(monkeypatch):
 
     receiver.start_broadcast = damaged
     name, parameter = list(source.named_parameters())[2]
-    checksum = checksum_of(parameter.detach().view(torch.uint8).flatten()) % 2**64
+    checksum = combine([sums_of(parameter.detach().view(torch.uint8).flatten())]) % 2**64
     found = together(
         lambda: CollectiveSync(sender, bucket_bytes=1).push(Trained(source), 4),
         lambda: receive_collective(ModuleReceiver(make_module(1)), receiver, 4),

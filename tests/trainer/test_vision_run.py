@@ -124,7 +124,7 @@ def test_a_resume_notices_other_images_of_the_same_size(vision, tmp_path):
     image.putpixel((1, 1), (0, 0, 0))
     image.save(data / "2.png")
     more = {"trainer.total_training_steps": 3, "trainer.resume_mode": "auto"}
-    with pytest.raises(ValueError, match=r"global_step_2: images or videos of the training data have other contents"):
+    with pytest.raises(ValueError, match="another experiment:\n  data: images or videos has other contents"):
         PPOTrainer(settings(data, tmp_path / "run", **more), reward_fn=letters).fit()
     trainer = PPOTrainer(
         settings(data, tmp_path / "run", **more, **{"trainer.allow_change": ["data"]}), reward_fn=letters

@@ -20,7 +20,6 @@ _HOME = {
         "StoredWeights InProcessSync"
     ),
     "verl.weight_sync.buckets": "BUCKET_BYTES",
-    "verl.weight_sync.verify": "checksum_of",
     "verl.weight_sync.reshard.sync": "ReshardSync",
     "verl.weight_sync.module_receiver": "ModuleReceiver",
     "verl.weight_sync.collective": "CollectiveSync TransferGroup receive_collective",

@@ -9,7 +9,7 @@ import hashlib
 import importlib.metadata
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -69,13 +69,14 @@ class Identity:
 
     Args:
         working_dir: relative paths refer to it.
+        data_digests: returns digests of training data that is not in files, by what it is; None: there is none.
     """
 
-    def __init__(self, config: Schema, working_dir: Path):
+    def __init__(self, config: Schema, working_dir: Path, data_digests: Callable[[], Mapping[str, str | None]] = dict):
         self._config = config
         self._flat = redacted(to_flat_dict(config))
         self._defaults = to_flat_dict(type(config)())
-        self._working_dir = working_dir
+        self._working_dir, self._data_digests = working_dir, data_digests
         self._state: dict[str, Any] | None = None
 
     def state(self, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -88,6 +89,7 @@ class Identity:
             files = self._files()
             earlier = {tuple(x[:3]): x for group in GROUPS for x in (known or {}).get(group, [])}
             self._state = {group: [fingerprint(path, earlier) for path in files[group]] for group in GROUPS}
+            self._state["data"] += [[name, 0, 0, digest] for name, digest in self._data_digests().items() if digest]
             self._state["packages"] = _versions()
         return self._state
 
