@@ -1,9 +1,9 @@
-"""Inject each fault of `trainer.chaos` into a tiny run, and compare what the run does with docs/trust.md.
+"""Inject each fault of `faults.py` into a tiny run, and compare what the run does with docs/trust.md.
 
     make chaos
     python benchmarks/chaos.py --faults kill nan-weight
 
-A run that its fault ends is started again with the same command. Where a fault leaves the experiment unchanged, the
+A run that its fault ends is started again, without it. Where a fault leaves the experiment unchanged, the
 last checkpoint and the metrics of all steps must be those of an undisturbed run, bit for bit. Prints one line per
 fault. Exit status 1 if one is not handled as expected.
 """
@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +56,7 @@ class Trial:
     """A fault, and what the run must do.
 
     Attributes:
-        faults: `trainer.chaos`.
+        faults: those of `Faults`, separated by commas.
         says: what the log must contain.
         place: a key of PLACES.
         status: exit status of the run with the fault; negative: a signal.
@@ -100,11 +100,11 @@ class Runs:
         warm_up(self.job)
         self._undisturbed: dict[str, Path] = {}
 
-    def start(self, name: str, place: str, *more: str) -> int:
+    def start(self, name: str, place: str, *more: str, faults: Sequence[str] = ()) -> int:
         fixed = ["algorithm.name=grpo", f"trainer.total_training_steps={LAST}", "trainer.save_freq=1"]
         fixed += [f"imports=[{self.job / 'tracker.py'}]", f"trainer.worker_timeout={self.worker_timeout}"]
         arguments = settings(self.job, self.folder / name, *fixed, *PLACES[place], *more)
-        return fork_run(arguments, self.folder / f"{name}.log")
+        return fork_run(arguments, self.folder / f"{name}.log", trainer_with(faults))
 
     def undisturbed(self, place: str) -> Path:
         if place not in self._undisturbed:
@@ -123,8 +123,8 @@ class Runs:
             yield f"ended with status {status}, expected {trial.status}"
         if left := left_processes():
             yield from left
-        if trial.status and (status := wait(self.start(name, trial.place, *self.overrides(trial)))):
-            yield f"the same command ended with status {status}"
+        if trial.status and (status := wait(self.start(name, trial.place, *trial.more))):
+            yield f"the resumed run ended with status {status}"
         log = (self.folder / f"{name}.log").read_text(errors="replace", encoding="utf-8")
         if not re.search(trial.says, log):
             yield f"the log does not say {trial.says!r}: {log[-300:]}"
@@ -134,8 +134,19 @@ class Runs:
         elif trial.equal:
             yield from compare(straight, self.folder / name, LAST).differences[:3]
 
-    def overrides(self, trial: Trial) -> list[str]:
-        return ["--chaos", trial.faults, *trial.more]
+
+def trainer_with(faults: Sequence[str]) -> type:
+    """A PPOTrainer whose runs have these faults."""
+    from faults import Faults
+
+    from verl.trainer.ppo_trainer import PPOTrainer
+
+    class Faulty(PPOTrainer):
+        def fit(self) -> None:
+            self.guards.append(Faults(*faults))
+            super().fit()
+
+    return Faulty
 
 
 def wait(pid: int) -> int | str:
@@ -171,7 +182,8 @@ def main() -> int:
         wrong = 0
         for name in args.faults:
             trial, start = TRIALS[name], time.monotonic()
-            problems = list(runs.faults(name, trial, runs.start(name, trial.place, *runs.overrides(trial))))
+            pid = runs.start(name, trial.place, *trial.more, faults=trial.faults.split(","))
+            problems = list(runs.faults(name, trial, pid))
             wrong += bool(problems)
             outcome, seconds = "; ".join(problems) or did(trial), time.monotonic() - start
             print(f"{trial.faults:<22} {outcome:<62} {seconds:7.1f}  {'NO' if problems else 'yes'}", flush=True)

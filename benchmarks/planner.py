@@ -188,8 +188,7 @@ def predict(name: str, folder: Path, device: Device) -> Plan:
 def cpu_lines(base: Device, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """One line per CPU configuration. base: the profile whose rates of the engines are measured again."""
     import torch
-
-    from verl.planner.calibrate import with_engine_rates
+    from calibrate import with_engine_rates
 
     for name in names:
         work = CONFIGS[name][0]
@@ -244,9 +243,9 @@ def main() -> None:
 
 def _measure_cpu(out: Path | None, names: Sequence[str]) -> None:
     import torch
+    from calibrate import calibrate
 
     import verl.trainer.ppo_trainer  # noqa: F401 so that the copies of this process need not import it
-    from verl.planner.calibrate import calibrate
 
     torch.set_num_threads(1)
     device = forked(lambda: calibrate(torch.device("cpu"), print))

@@ -125,8 +125,12 @@ def warm_up(job: Path) -> None:
     gc.freeze()
 
 
-def fork_run(arguments: Sequence[str], log: Path) -> int:
-    """Start `verl train` with these arguments in a fork, the leader of a new session. Returns its process id."""
+def fork_run(arguments: Sequence[str], log: Path, trainer: type | None = None) -> int:
+    """Start `verl train` with these arguments in a fork, the leader of a new session. Returns its process id.
+
+    Args:
+        trainer: a subclass of PPOTrainer.
+    """
     deadline = time.monotonic() + 30
     while threading.active_count() > 1:  # those of pools that are collected end a little later
         if time.monotonic() > deadline:
@@ -146,7 +150,7 @@ def fork_run(arguments: Sequence[str], log: Path) -> int:
             os.dup2(output.fileno(), 2)
         from verl.trainer.main_ppo import main
 
-        status = main(list(arguments))
+        status = main(list(arguments), trainer)
     except BaseException:
         traceback.print_exc()
     finally:

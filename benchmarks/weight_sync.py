@@ -12,15 +12,12 @@ Weights are random: float32 in training, bfloat16 in the rollout. Cases:
 - `gather`: FSDP2 on both devices, and a tensor-parallel half of the model on each; all weights are gathered
   (`replica`).
 - `slices`: the same by `reshard`: each device receives the chunks that it lacks.
-- `ipc`: training and rollout in two processes on device 0 (`ipc`).
-- `disk`: written by process 0, read by process 1 (`disk`).
 
 `bytes`: sent to a rollout rank; `kept_bytes`: needed by it, and there already. `limit_seconds`: bytes of the push at
 the rate measured in this run: a broadcast of one block (`split`, `lora`), an all-gather of one block (`replica`,
-`gather`), an all-to-all of one block (`full`, `slices`), or a copy on the device (`ipc`). `ratio`: seconds /
-limit_seconds. `above_gib`: peak memory of a push above the weights of both sides on that device. Seconds include the
-checksums in transit. Stored weights are compared after the first push, which is not measured, and every
-`--check-every` pushes.
+`gather`), or an all-to-all of one block (`full`, `slices`). `ratio`: seconds / limit_seconds. `above_gib`: peak memory
+of a push above the weights of both sides on that device. Seconds include the checksums in transit. Stored weights are
+compared after the first push, which is not measured, and every `--check-every` pushes.
 """
 
 import argparse
@@ -28,7 +25,6 @@ import json
 import math
 import multiprocessing
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,19 +44,13 @@ from verl.single_controller.worker import free_port  # noqa: E402
 from verl.utils.shards import Shard  # noqa: E402
 from verl.weight_sync import (  # noqa: E402
     CollectiveSync,
-    DiskSync,
-    IpcSync,
     ModuleReceiver,
-    RemoteReceiver,
     ReplicaSync,
     ReshardSync,
     SyncReport,
     TransferGroup,
     receive_collective,
-    receive_disk,
-    receive_ipc,
 )
-from verl.weight_sync.factory import copy_bandwidth  # noqa: E402
 
 #: hidden size, MLP, layers, heads, key-value heads, vocabulary
 SHAPES = {
@@ -69,7 +59,7 @@ SHAPES = {
     "1.5B": (1536, 8960, 28, 12, 2, 151936),
     "7B": (3584, 18944, 28, 28, 4, 152064),
 }
-CASES = ("split", "lora", "replica", "full", "gather", "slices", "ipc", "disk")
+CASES = ("split", "lora", "replica", "full", "gather", "slices")
 RANK = 32  # of the adapters
 NARROW = torch.bfloat16
 
@@ -146,27 +136,11 @@ class Source:
                 yield key, self.halves[key]
 
 
-class Remote(RemoteReceiver):
-    """The other process, over a pipe."""
-
-    def __init__(self, channel):
-        self.channel = channel
-
-    def start_receiving(self, version: int) -> list:
-        return [self.channel]
-
-    def finish_receiving(self) -> None:
-        self.channel.recv_bytes()
-
-    def release(self) -> None:
-        raise ValueError("not supported")
-
-
 class Bench:
     """One of two processes."""
 
-    def __init__(self, rank: int, args: argparse.Namespace, port: int, pipes: list):
-        self.rank, self.args, self.port, self.pipe = rank, args, port, pipes[rank]
+    def __init__(self, rank: int, args: argparse.Namespace, port: int):
+        self.rank, self.args, self.port = rank, args, port
         self.is_gpu = args.device == "cuda"
         self.device = torch.device("cuda", rank) if self.is_gpu else torch.device("cpu")
         if self.is_gpu:
@@ -311,68 +285,27 @@ class Bench:
     def slices(self) -> dict:
         return self._colocated(self._slices(), reshard=True)
 
-    def ipc(self) -> dict:
-        device = torch.device("cuda", 0) if self.is_gpu else self.device
-        if self.is_gpu:
-            torch.cuda.set_device(device)
-        try:
-            if self.rank == 0:
-                source = Source(model(self.args.shape, device, torch.float32))
-                engine = SimpleNamespace(receiver=lambda: Remote(self.pipe), weight_version=0)
-                rate, size = copy_bandwidth(device), self.args.bucket_mib * 2**20
-                sync = IpcSync(engine, device, NARROW, size, bandwidth=rate, check_every=self.args.check_every)
-                return self.measure(lambda version: sync.push(source, version))
-            receiver = ModuleReceiver(model(self.args.shape, device, NARROW), filled=True)
 
-            def receive(version: int) -> SyncReport:
-                report = receive_ipc(receiver, self.pipe, version)
-                self.pipe.send_bytes(b"loaded")
-                return report
-
-            return self.measure(receive)
-        finally:
-            if self.is_gpu:
-                torch.cuda.set_device(self.device)
-
-    def disk(self) -> dict:
-        folders = [tempfile.mkdtemp(dir=self.args.folder)]
-        dist.broadcast_object_list(folders, 0, self.host)
-        if self.rank == 0:
-            sync = DiskSync(folders[0], dtype=NARROW)
-            source = Source(model(self.args.shape, self.device, torch.float32))
-        else:
-            receiver = ModuleReceiver(model(self.args.shape, self.device, NARROW), filled=True)
-
-        def push(version: int) -> SyncReport:
-            report = sync.push(source, version) if self.rank == 0 else None
-            dist.barrier(self.host)
-            return report or receive_disk(receiver, folders[0], version, version % self.args.check_every == 0)
-
-        return self.measure(push)
-
-
-def work(rank: int, args: argparse.Namespace, port: int, pipes: list) -> None:
+def work(rank: int, args: argparse.Namespace, port: int) -> None:
     torch.set_num_threads(1)
-    Bench(rank, args, port, pipes).run()
+    Bench(rank, args, port).run()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.5B")
-    parser.add_argument("--cases", default=",".join(case for case in CASES if case != "disk"))
+    parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--bucket-mib", type=int, default=128)
     parser.add_argument("--pushes", type=int, default=3, help="measured pushes of a case")
     parser.add_argument("--check-every", type=int, default=10, help="as rollout.check_every")
-    parser.add_argument("--folder", help="of the case disk; default: the temporary folder")
     args = parser.parse_args()
     args.cases = args.cases.split(",")
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"--cases: expected names of {', '.join(CASES)}, found {', '.join(sorted(unknown))}")
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    port, pipes = free_port(), [ours, theirs]
-    processes = [context.Process(target=work, args=(rank, args, port, pipes)) for rank in range(2)]
+    port = free_port()
+    processes = [context.Process(target=work, args=(rank, args, port)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:

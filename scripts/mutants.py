@@ -51,7 +51,7 @@ SOURCES = (
     "verl/trainer/state",
 )
 #: needs a GPU or packages of other environments: those tests are skipped here
-ELSEWHERE = ("megatron", "vllm", "sglang", "cuda_decoder", "batch_invariant_cuda", "triton", "ipc.py")
+ELSEWHERE = ("megatron", "vllm", "sglang", "cuda_decoder", "batch_invariant_cuda", "triton")
 #: runs on a GPU only, with tests in tests/gpu
 ON_GPU = ("paged_scheduler.py",)
 #: folders of tests, and files of tests/, that call the sources

@@ -4,9 +4,9 @@
 #   python examples/data_preprocess/gsm8k.py --local_dir FOLDER_WITH_JSONL --save_dir data/gsm8k
 #   MODEL=Qwen/Qwen2-7B-Instruct DATA=data/gsm8k bash examples/ppo_trainer/run_qwen2-7b_seq_balance.sh [key=value ...]
 #
-# Responses differ in length. Three settings balance the work:
+# Responses differ in length. Every rank gets samples with about the same number of tokens, and two settings balance the
+# rest of the work:
 #   use_remove_padding    sequences are packed: no computation on padding
-#   balance_batch         every rank gets samples with about the same number of tokens
 #   use_dynamic_bsz       a micro-batch is filled up to a number of tokens instead of a number of samples
 #
 # N_GPUS is the number of processes. Two steps with a tiny random model on a CPU:
@@ -43,7 +43,6 @@ exec "${PYTHON:-python}" -m verl.trainer.main_ppo \
     critic.use_dynamic_bsz=true \
     critic.ppo_max_token_len_per_gpu=24576 \
     critic.forward_max_token_len_per_gpu=98304 \
-    trainer.balance_batch=true \
     trainer.n_gpus_per_node="$N_GPUS" \
     trainer.project_name=gsm8k \
     trainer.experiment_name=ppo_qwen2-7b_seq_balance \

@@ -67,7 +67,7 @@ READERS[""] = [
 ]
 READERS[""] += ["train actor_rollout_ref.model.path=FILE --dry-run", "runs list FILE", "runs compare FILE FILE"]
 READERS[""] += ["merge --backend fsdp --local_dir FILE --target_dir target", "serve FILE --port 0", "report FILE"]
-READERS[""] += ["merge test --backend megatron --local_dir FILE --test_hf_dir FILE", "replay FILE"]
+READERS[""] += ["merge test --backend megatron --local_dir FILE --test_hf_dir FILE"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,7 +98,6 @@ def test_a_file_that_cannot_be_read(command, suffix, kind, tmp_path, monkeypatch
         "merge --backend fsdp --local_dir x --target_dir y --max_shard_size N",
         "config convert x.yaml --gpus N",
         "train trainer.total_training_steps=N --dry-run",
-        "train --chaos N --dry-run",
         "train trainer.seed=N --dry-run",
     ],
 )

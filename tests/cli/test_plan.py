@@ -97,8 +97,6 @@ def test_help_is_printed_whatever_else_is_given(capsys, arguments):
         (["--gp", "8"], "found '--gp'; did you mean --gpu or --gpus?"),
         (["--GPUS=8"], "found '--GPUS=8'; did you mean --gpus?"),
         (["-gpus", "8"], "found '-gpus'; did you mean --gpus?"),
-        (["--calibrate", "trainer.nnodes=1"], "--calibrate measures this host and takes no other arguments"),
-        (["--calibrate=1"], "--calibrate measures this host"),
     ],
 )
 def test_neither_form_of_the_command(capsys, arguments, message):
@@ -128,7 +126,7 @@ def test_a_config_that_no_model_has_is_refused_in_a_run_too(settings, changed, c
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("name", ["--config-name", "--config-path", "--chaos"])
+@pytest.mark.parametrize("name", ["--config-name", "--config-path"])
 def test_an_option_without_its_value(capsys, name):
     status, _, err = call(capsys, "trainer.nnodes=1", name)
     assert status == 1 and err.strip() == f"error: {name} requires a value"

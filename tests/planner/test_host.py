@@ -33,18 +33,15 @@ def test_the_smallest_limit_counts(tmp_path, monkeypatch):
     assert host.host_memory() == 2**20
 
 
-def test_a_limit_of_the_process_is_the_memory_of_each_one(tmp_path, monkeypatch):
-    monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path))
+def test_a_limit_of_the_process_is_the_memory_of_each_one(monkeypatch):
     assert host.process_limit() == 0
-    device = replace(host.base_profile(CPU), memory=8 * GIB)
+    device = replace(host.host_profile(CPU), memory=8 * GIB)
     assert [device.available(count) for count in (1, 4)] == [8 * GIB, 2 * GIB]
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (3 * GIB, 5 * GIB))  # lowering the real one is for good
     assert host.process_limit() == 3 * GIB
     limited = replace(device, process_limit=3 * GIB)
     assert [limited.available(count) for count in (1, 2, 4)] == [3 * GIB, 3 * GIB, 2 * GIB]
-    # a stored profile has the limit of this process, not that of its calibration
-    devices.save(device, host.host_fingerprint(CPU))
-    assert host.host_profile("cpu").process_limit == 3 * GIB
+    assert host.host_profile(CPU).process_limit == 3 * GIB
 
 
 @pytest.mark.parametrize("count", [1, 8])

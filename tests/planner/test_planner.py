@@ -1,7 +1,6 @@
 """The planner: hand-computed memory, monotonicity, search against brute force, fixes that fit."""
 
 import itertools
-import re
 from dataclasses import replace
 
 import pytest
@@ -189,14 +188,14 @@ def test_activations_by_hand():
 
 
 def test_megatron_has_its_gradient_buffers_on_a_cpu_too():
-    cpu, job = host.base_profile(torch.device("cpu")), job_of(model_parallel=True, engine="native")
+    cpu, job = host.host_profile(torch.device("cpu")), job_of(model_parallel=True, engine="native")
     (group,) = plan_groups(replace(job, strict=False), cpu, [(("actor",), 1)], True).groups
     assert group.memory["update of the actor"]["gradients"] == 4 * TINY.parameters()
 
 
 def test_reserved_cache_takes_no_memory_of_a_cpu():
     """64 rows of 256 tokens, keys and values of 2 layers with 2 heads of 2, 2 bytes each."""
-    cpu, job = host.base_profile(torch.device("cpu")), job_of(engine="vllm", memory_share=0.9)
+    cpu, job = host.host_profile(torch.device("cpu")), job_of(engine="vllm", memory_share=0.9)
     (group,) = plan_groups(replace(job, strict=False), cpu, [(("actor",), 1)], True).groups
     assert group.memory["generation"]["KV cache"] == 64 * 256 * 2 * 2 * 2 * 2 * 2
     (group,) = plan_groups(replace(job, strict=False), H200, [(("actor",), 1)], True).groups
@@ -368,47 +367,6 @@ def test_the_table_says_what_does_not_fit():
     lines = "\n".join(memory_lines(plan_groups(job, H200, [(("actor",), 1)])))
     assert "DOES NOT FIT into 140 GiB" in lines.replace("139.8", "140") and "update of the actor" in lines
     assert lines.endswith("the allocator keeps are not counted: 13 to 16 % in records")
-
-
-def test_a_calibration_is_stored_for_one_device_and_its_versions(tmp_path, monkeypatch):
-    monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path))
-    assert devices.calibrated({"torch": "1"}, "H200") == (None, "this host is not calibrated")
-    devices.save(H200, {"torch": "1"})
-    assert devices.calibrated({"torch": "1"}, "H200") == (H200, "")
-    found, why = devices.calibrated({"torch": "2", "cores": "4"}, "H200")
-    assert found is None and re.fullmatch(
-        r"the calibration of \d{4}-\d\d-\d\d is stale: cores None -> 4, torch 1 -> 2", why
-    )
-    assert devices.calibrated({"torch": "1"}, "H100") == (None, "this host is not calibrated")
-    devices.save(A100, {"torch": "2"})  # another device of the same user
-    assert devices.calibrated({"torch": "1"}, "H200") == (H200, "")
-    assert devices.calibrated({"torch": "2"}, "A100") == (A100, "")
-    entries = ['{"profiles": {"H200": {"host": 1}}, "format": 2}', '{"profiles": 7, "format": 2}']
-    for text in ("{}", "[1]", "\0", "[" * 100_000, *entries):
-        (tmp_path / "calibration.json").write_text(text)
-        with pytest.raises(ValueError, match="damaged"):
-            devices.calibrated({"torch": "1"}, "H200")
-        assert "is damaged" in host.host_profile("cpu").source or "H200" in text  # a run does not end for it
-    (tmp_path / "calibration.json").unlink()
-    (tmp_path / "calibration.json").mkdir()
-    with pytest.raises(ValueError, match="damaged"):
-        devices.calibrated({"torch": "1"}, "H200")
-    devices.save(H200, {"torch": "1"})
-    assert devices.calibrated({"torch": "1"}, "H200") == (H200, "")
-
-
-def test_a_stale_calibration_of_this_host_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path))
-    cpu = torch.device("cpu")
-    now = host.host_fingerprint(cpu)
-    assert {"torch", "transformers", "cpu", "cores", "memory"} == set(now) and all(now.values())
-    measured = replace(host.base_profile(cpu), matmul=123.0, source="calibrated on this host")
-    devices.save(measured, now)
-    assert host.host_profile("cpu") == measured
-    devices.save(measured, now | {"torch": "1.0"})
-    nominal = host.host_profile("cpu")
-    assert nominal.matmul != 123.0
-    assert f"is stale: torch 1.0 -> {now['torch']}; `verl plan --calibrate` measures it" in nominal.source
 
 
 DEVICE_NAMES = {"NVIDIA H200": "H200", "NVIDIA H20": "H20", "NVIDIA A100-SXM4-40GB": "A100-40GB"}

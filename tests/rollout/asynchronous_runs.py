@@ -22,13 +22,6 @@ def grpo_reports(*settings: str) -> list[StepReport]:
     return fit(["algorithm.name=grpo", *settings])[1]
 
 
-def check_files(reports: Sequence[StepReport], folder: Path) -> None:
-    """Pushes of `weight_sync=disk`: all of one size; the last two are kept."""
-    assert len({report.metrics["weight_sync/bytes"] for report in reports}) == 1
-    kept = sorted(path.name for path in folder.glob("global_step_*"))
-    assert kept == [f"global_step_{len(reports) - 1}", f"global_step_{len(reports)}"]
-
-
 def check_spans(reports: Sequence[StepReport], prompts: int, partial: bool = True) -> None:
     """Every prompt is trained once, and versions are those of the last two pushes before the step.
 

@@ -8,8 +8,6 @@ import torch
 
 from tests.engines.ranks import make_engine, qwen2, save_model
 from verl.config import schema
-from verl.config.errors import ConfigError
-from verl.config.load import load_config
 from verl.engines.loading import adapter_config
 from verl.rollout.adapters import AdaptedLayers, applied_layers, checked_pairs
 from verl.rollout.base import RolloutEnv
@@ -18,14 +16,6 @@ pytest.importorskip("peft")
 
 LAYERS = AdaptedLayers(("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "lm_head"), 4)
 ENV = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32, adapted_layers=LAYERS)
-
-
-def test_files_of_merged_weights_and_adapters_exclude_each_other():
-    rollout = "actor_rollout_ref.rollout."
-    separate = ["trainer.n_gpus_per_node=2", "placement.actor_devices=[0]", "placement.rollout_devices=[1]"]
-    files = [rollout + "weight_sync=disk", rollout + "weight_sync_dir=folder", rollout + "lora_sync=adapters"]
-    with pytest.raises(ConfigError, match=r"lora_sync .*: found adapters, but weight_sync=disk writes merged weights"):
-        load_config(overrides=[*separate, *files, "actor_rollout_ref.model.lora_rank=2"])
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +40,6 @@ def test_the_log_says_what_is_pushed_and_why(caplog):
     assert found is None and "lora_sync=merged: vllm gets all weights in every push" in text
     found, text = chosen(caplog, "it is too old", "the rank is too large")
     assert found is None and "vllm gets merged weights in every push: it is too old; the rank is too large" in text
-    found, text = chosen(caplog, weight_sync="disk", weight_sync_dir="folder")
-    assert found is None and "in every push: weight_sync=disk writes merged weights" in text
     without = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
     assert chosen(caplog, env=without, lora_sync="adapters") == (None, "")
 
@@ -68,8 +56,6 @@ def test_adapters_that_cannot_be_applied_are_refused_if_they_are_required(caplog
     message = r"lora_sync=adapters: vllm cannot apply these adapters: it is too old: set rollout\.lora_sync=merged"
     with pytest.raises(ValueError, match=message):
         chosen(caplog, "it is too old", lora_sync="adapters")
-    with pytest.raises(ValueError, match="these adapters: weight_sync=disk writes merged weights: set"):
-        chosen(caplog, lora_sync="adapters", weight_sync="disk", weight_sync_dir="folder")
 
 
 def test_a_rollout_process_knows_the_layers_of_the_trainer(path, tmp_path):

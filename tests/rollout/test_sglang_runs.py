@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout.asynchronous_runs import check_files, check_spans, grpo_reports, model_folder
+from tests.rollout.asynchronous_runs import check_spans, grpo_reports, model_folder
 from tests.rollout.contract import CHOSEN
 from tests.trainer.conftest import run_settings
 
@@ -48,14 +48,6 @@ def reports_of(tiny: Path, folder: Path, *more: str, steps: int = 2) -> list:
     for report in found:
         assert report.metrics["weight_sync/canary_mismatch"] < BOUND and report.metrics["weight_sync/bytes"] > 0
     return found
-
-
-@pytest.mark.parametrize("lora", [False, True])
-def test_weights_over_files(lora, tiny, tmp_path):
-    """With adapters, the files have merged weights."""
-    files = [*OWN, f"{ROLLOUT}.weight_sync=disk", f"{ROLLOUT}.weight_sync_dir={tmp_path / 'weights'}"]
-    found = run(tiny, tmp_path / "run", *files, *([LORA] if lora else []))
-    check_files(found, tmp_path / "weights")
 
 
 @pytest.mark.parametrize("lora", [False, True])

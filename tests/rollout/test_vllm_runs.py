@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout.asynchronous_runs import check_files, check_spans, grpo_reports, model_folder, turns_agent
+from tests.rollout.asynchronous_runs import check_spans, grpo_reports, model_folder, turns_agent
 from tests.trainer.conftest import run_settings
 from verl.single_controller.worker_group import WorkerError
 
@@ -38,16 +38,6 @@ def run(settings: list[str], *more: str, steps: int = 3) -> list:
     for report in found:
         assert report.metrics["weight_sync/canary_mismatch"] < BOUND and report.metrics["weight_sync/bytes"] > 0
     return found
-
-
-@pytest.mark.parametrize("lora", [False, True])
-def test_weights_over_files(lora, tiny, tmp_path):
-    """With adapters, the files have merged weights."""
-    files = [*OWN, f"{ROLLOUT}.weight_sync=disk", f"{ROLLOUT}.weight_sync_dir={tmp_path / 'weights'}"]
-    found = run(run_settings(tiny, tmp_path / "run"), *files, *([LORA] if lora else []))
-    assert [report.batch.batch["weight_version"].unique().tolist() for report in found] == [[0], [1], [2]]
-    assert all(report.metrics["rollout/logprob_gap_max"] < BOUND for report in found)
-    check_files(found, tmp_path / "weights")
 
 
 @pytest.mark.parametrize("placement", [pytest.param([], id="one rank"), pytest.param(PAIR, id="tensor parallel")])

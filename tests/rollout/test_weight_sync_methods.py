@@ -1,30 +1,20 @@
-"""Weight sync to other processes and over files, adapters apart, and verification of what a receiver stores."""
+"""Weight sync over files, adapters apart, and verification of what a receiver stores."""
 
-import errno
-import multiprocessing
-import os
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 
-from tests.rollout.test_weight_sync import CPU, Lists, Trained, check_same_weights, groups, make_module, together
-from verl.utils.disk import DiskError
+from tests.rollout.test_weight_sync import CPU, Trained, groups, make_module, together
 from verl.weight_sync import (
     CollectiveSync,
-    DiskSync,
-    IpcSync,
     ModuleReceiver,
-    RemoteReceiver,
     ReplicaSync,
     buckets,
     local_sync,
     receive_collective,
-    receive_disk,
-    receive_ipc,
 )
 from verl.weight_sync.factory import copy_bandwidth
 
@@ -48,147 +38,8 @@ def test_the_bandwidth_of_a_group_is_that_of_a_broadcast_which_has_reached_all_r
     assert 0 < sender.bandwidth <= 8 * 2**20 / 0.05
 
 
-# ---- other processes --------------------------------------------------------------------------------------------
-
-
-def engine_process(channel, versions: int) -> None:
-    """A process of a rollout engine: receives pushes and answers with its weights, or dies with the error."""
-    module = make_module(1)
-    receiver = ModuleReceiver(module, filled=True)
-    for version in range(versions):
-        report = receive_ipc(receiver, channel, version)
-        channel.send((report.bytes, report.checksum, {n: p.detach().numpy() for n, p in module.named_parameters()}))
-
-
-class Remote(RemoteReceiver):
-    """Engine processes at the other end of pipes."""
-
-    def __init__(self, channels):
-        self.channels = channels
-        self.answers = []
-
-    def start_receiving(self, version):
-        return self.channels
-
-    def finish_receiving(self):
-        self.answers = [channel.recv() for channel in self.channels]
-
-    def release(self):
-        raise AssertionError("not called")
-
-
 def engine_of(receiver):
     return SimpleNamespace(receiver=lambda: receiver, weight_version=-1)
-
-
-@pytest.fixture
-def engine_processes():
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=engine_process, args=(theirs, 3))
-    process.start()
-    yield Remote([ours])
-    process.join(60)
-    assert not process.is_alive()
-
-
-def test_other_processes_read_the_buckets_of_the_trainer(engine_processes):
-    source, engine = make_module(0), engine_of(engine_processes)
-    for version, bucket_bytes in enumerate((1, 20_000, 1 << 20)):  # one parameter, some, all in a bucket
-        with torch.no_grad():
-            source.lm_head.weight.add_(1)
-        report = IpcSync(engine, CPU, bucket_bytes=bucket_bytes, timeout=60).push(Trained(source), version)
-        assert report.bytes == sum(p.nbytes for p in source.parameters())
-        for received, checksum, weights in engine_processes.answers:
-            assert (received, checksum) == (report.bytes, report.checksum)
-            for name, parameter in source.named_parameters():
-                assert torch.equal(torch.from_numpy(weights[name]), parameter), name
-        assert engine.weight_version == version
-
-
-def ipc_pair(receiver, source, version=4, expected=4):
-    """The outcomes of both sides of one push, in one process."""
-    ours, theirs = multiprocessing.Pipe()
-    engine = engine_of(Remote([ours]))
-    engine.receiver().finish_receiving = lambda: None
-    return together(
-        lambda: IpcSync(engine, CPU, bucket_bytes=20_000, timeout=30).push(source, version),
-        lambda: receive_ipc(receiver, theirs, expected),
-    )
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (BrokenPipeError(32, "Broken pipe"), "rollout process 0 has ended"),
-        (
-            OSError(28, "No space left on device"),
-            r"rollout process 0 did not get the weights: .*No space left on device",
-        ),
-    ],
-)
-def test_a_message_that_is_not_sent_says_why(error, message):
-    class Broken:
-        def send_bytes(self, buf):
-            raise error
-
-    with pytest.raises(ValueError, match=message):
-        IpcSync(engine_of(Remote([Broken()])), CPU).push(Trained(make_module(0)), 0)
-
-
-def test_an_error_of_either_side_reaches_the_other():
-    target = ModuleReceiver(make_module(1))
-    sender, receiver = ipc_pair(target, Trained(make_module(0)), expected=5)
-    assert str(receiver) == "expected weights of version 5, found version 4"
-    assert str(sender) == f"weight sync: rollout process 0 cannot load the weights: ValueError: {receiver}"
-    sender, receiver = ipc_pair(target, Lists(torch.ones(4), RuntimeError("lost")))
-    assert str(sender) == "lost"
-    assert str(receiver) == "weight sync: the trainer cannot send the weights: RuntimeError: lost"
-    sender, receiver = ipc_pair(target, Lists(torch.ones(4)))
-    assert "parameter 'p0' is unknown" in str(receiver) and "parameter 'p0' is unknown" in str(sender)
-
-
-# ---- files ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_files_are_verified_and_old_versions_are_pruned(tmp_path, dtype):
-    source, module = make_module(0), make_module(1)
-    target, sync = ModuleReceiver(module, filled=True), DiskSync(tmp_path, dtype=dtype)
-    for version in range(4):
-        with torch.no_grad():
-            source.lm_head.weight.add_(1)
-        report = sync.push(Trained(source), version)
-        assert receive_disk(target, tmp_path, version).bytes == report.bytes
-        check_same_weights(source, module, dtype)
-    assert sorted(path.name for path in tmp_path.glob("*_step_*")) == ["global_step_2", "global_step_3"]
-    (file,) = (tmp_path / "global_step_3").glob("*.safetensors")
-    with safe_open(file, "pt") as tensors:
-        assert set(tensors.keys()) == {name for name, _ in source.named_parameters()}
-    content = bytearray(file.read_bytes())
-    content[-9] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"weights of version 3 cannot be read: .*model-00000.safetensors"):
-        receive_disk(target, tmp_path, 3)
-    with pytest.raises(ValueError, match=r"weights of version 9 cannot be read: .*does not exist"):
-        receive_disk(target, tmp_path, 9)
-
-
-@pytest.mark.skipif(not os.path.isdir("/sys"), reason="needs a folder that nobody can write to")
-def test_a_weight_folder_that_is_refused_is_named_with_its_own_key(tmp_path):
-    key = r"actor_rollout_ref\.rollout\.weight_sync_dir$"
-    refused = rf"the weight folder of version 1 cannot be written to /sys/run: .*'/sys/run'\. Make .* set {key}"
-    with pytest.raises(DiskError, match=refused):
-        DiskSync("/sys/run").push(Trained(make_module()), 1)
-    full = rf"no space left for the weight folder of version 1, which needs .*free\)\. Free some space, or .* set {key}"
-    with pytest.raises(DiskError, match=full):
-        DiskSync(tmp_path).push(Lists(torch.ones(4), OSError(errno.ENOSPC, "No space left on device")), 1)
-
-
-def test_a_push_that_fails_leaves_no_version(tmp_path):
-    with pytest.raises(RuntimeError, match="lost"):
-        DiskSync(tmp_path).push(Lists(torch.ones(4), RuntimeError("lost")), 1)
-    assert [path for path in tmp_path.iterdir() if path.name.startswith("global_step")] == []
 
 
 # ---- what a receiver stores -------------------------------------------------------------------------------------
@@ -241,13 +92,13 @@ def test_the_checksum_is_the_same_on_every_rank_that_stores_the_same():
 
 
 def test_a_method_that_does_not_fit_the_engine_is_refused():
-    shared, copied, remote = engine_of(None), engine_of(ModuleReceiver(make_module())), engine_of(Remote([]))
-    for engine, name in ((shared, "InProcessSync"), (copied, "ReplicaSync"), (remote, "IpcSync")):
+    shared, copied = engine_of(None), engine_of(ModuleReceiver(make_module()))
+    for engine, name in ((shared, "InProcessSync"), (copied, "ReplicaSync")):
         assert type(local_sync("auto", engine, CPU, bucket_bytes=1)).__name__ == name
-    with pytest.raises(ValueError, match=r"rollout.weight_sync=ipc: .* is synchronized by 'replica': use auto or repl"):
-        local_sync("ipc", copied, CPU, bucket_bytes=1)
+    with pytest.raises(ValueError, match=r"rollout.weight_sync=reshard: .* is synchronized by 'replica': use auto"):
+        local_sync("reshard", copied, CPU, bucket_bytes=1)
     with pytest.raises(ValueError, match=r"rollout.lora_sync=adapters: expected a rollout engine whose receiver acc"):
-        local_sync("auto", remote, CPU, bucket_bytes=1, lora_sync="adapters", has_adapters=True)
+        local_sync("auto", engine_of(SimpleNamespace()), CPU, bucket_bytes=1, lora_sync="adapters", has_adapters=True)
 
 
 def test_shards_are_read_for_a_full_copy_where_that_is_preferred():

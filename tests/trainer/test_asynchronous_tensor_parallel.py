@@ -171,7 +171,6 @@ CASES = {
     "two groups, k=2": [*FIVE, "trainer.async.max_staleness=2"],
     "lora": ["actor_rollout_ref.model.lora_rank=4"],
     "ray": [*RAY],
-    "files": [f"{ROLLOUT}.weight_sync=disk", f"{ROLLOUT}.weight_sync_dir=weights"],
 }
 
 

@@ -102,7 +102,8 @@ ROLLOUT, MEGATRON, MODEL = "actor_rollout_ref.rollout.", f"{ACTOR}megatron.", "a
         (["critic.megatron.tensor_model_parallel_size=2"],
          "critic.megatron.tensor_model_parallel_size=2, but actor_rollout_ref.actor.megatron.* "
          "set placement.critic_devices"),
-        (["placement.actor_devices=[0]", "placement.rollout_devices=[1]", f"{ROLLOUT}weight_sync=reshard"], "disk"),
+        (["placement.actor_devices=[0]", "placement.rollout_devices=[1]", f"{ROLLOUT}weight_sync=reshard"],
+         "use auto or collective"),
     ],
 )  # fmt: skip
 def test_settings_that_are_not_supported_are_refused_before_workers_start(keys, message, settings, capsys):

@@ -37,7 +37,7 @@ SEPARATE = ["trainer.n_gpus_per_node=3", "placement.actor_devices=[0,1]", "place
         ([*SHARED, f"{MEGATRON}tensor_model_parallel_size=2", f"{ROLLOUT}tensor_model_parallel_size=2"], False),
         ([*SHARED, f"{MEGATRON}tensor_model_parallel_size=2", f"{ROLLOUT}weight_sync=replica"], True),
         ([*SEPARATE, f"{MEGATRON}tensor_model_parallel_size=2"], True),  # auto: collective
-        ([*SEPARATE, f"{MEGATRON}pipeline_model_parallel_size=2", f"{ROLLOUT}weight_sync=disk"], True),
+        ([*SEPARATE, f"{MEGATRON}pipeline_model_parallel_size=2"], True),
     ],
 )
 def test_vllm_generates_with_the_weights_of_megatron(keys, sends_all, tmp_path):
@@ -45,7 +45,6 @@ def test_vllm_generates_with_the_weights_of_megatron(keys, sends_all, tmp_path):
     tiny_model("llama", tiny / "model", seed=0, size="small")  # heads that vLLM accepts
     common = ["algorithm.name=grpo", f"{ACTOR}strategy=megatron", f"{ROLLOUT}name=vllm", f"{ROLLOUT}check_every=1"]
     common += ["trainer.total_training_steps=2", "trainer.device=cpu", f"imports=[{SHIM}]"]
-    common += [f"{ROLLOUT}weight_sync_dir={tmp_path / 'weights'}"] if "disk" in keys[-1] else []
     _, reports = fit([*run_settings(tiny, tmp_path / "run"), *common, *keys])
     size = (tiny / "model" / "model.safetensors").stat().st_size
     assert len(reports) == 2

@@ -5,10 +5,12 @@ import shutil
 
 import pytest
 
+from benchmarks.faults import Faults
 from tests.trainer.runs import lines, metrics_of, uids_of
 from verl.data.order import PromptSource
 from verl.protocol import DataProto
 from verl.rewards.outcome import QuarantineError, RewardError
+from verl.trainer.guards.base import Guard
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 POISONED = """
@@ -35,8 +37,9 @@ def chosen(settings, tiny, tmp_path):
     return [*settings, *further, function, "reward.on_error=quarantine", "reward.max_failure_rate=0.5"]
 
 
-def run(chosen: list[str], steps: dict[int, list[str]]) -> LocalPPOTrainer:
+def run(chosen: list[str], steps: dict[int, list[str]], *guards: Guard) -> LocalPPOTrainer:
     trainer = LocalPPOTrainer(overrides=chosen)
+    trainer.guards.extend(guards)
     trainer.on_step.append(lambda report: steps.update({report.step: uids_of(report)}))
     trainer.fit()
     return trainer
@@ -103,11 +106,11 @@ def test_the_bad_rows_of_a_step_are_collected_in_one_stop(chosen, tmp_path, tiny
 
 
 def test_a_row_whose_process_was_killed_once_is_not_quarantined(chosen, tmp_path):
-    killed = ["trainer.chaos=kill-reward@3", "reward.isolation=process", "reward.timeout=30"]
+    fault = Faults("kill-reward@3")
     (tmp_path / "reward.py").write_text(POISONED.format(poisoned=[]))
-    run([*chosen, *killed], {})
+    run([*chosen, "reward.isolation=process", "reward.timeout=30"], {}, fault)
     assert not (tmp_path / "run" / "quarantine.jsonl").exists()
-    assert "kill-reward@3" in (tmp_path / "run" / "chaos.jsonl").read_text()
+    assert fault.pending == []
 
 
 def test_the_same_trainer_continues_without_the_poisoned_rows(chosen, tmp_path):

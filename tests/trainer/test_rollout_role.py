@@ -2,7 +2,6 @@
 
 import functools
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,7 +116,6 @@ SEPARATE = {
     "ray": ([*TWO, *RAY], []),
     "overlap": ([*TWO, "trainer.overlap=true"], []),
     "transformers": (TWO, [f"{ROLLOUT}.name=hf"]),
-    "files": (TWO, [f"{ROLLOUT}.weight_sync=disk", f"{ROLLOUT}.weight_sync_dir=weights"]),
 }
 
 
@@ -126,7 +124,7 @@ def test_a_rollout_on_devices_of_its_own_gives_the_numbers_of_one_process(case, 
     monkeypatch.chdir(tmp_path)
     placement, more = SEPARATE[case]
     algorithm = ["algorithm.name=grpo", f"{ACTOR}.use_kl_loss=true", "trainer.total_training_steps=2", *SMOOTH, *SAVED]
-    same = [name for name in more if "parallel_size" not in name and "weight_sync" not in name]
+    same = [name for name in more if "parallel_size" not in name]
     runs = {
         "one": fit_reports([*run_settings(tiny, tmp_path / "one"), *algorithm, *same]),
         "own": fit_reports([*run_settings(tiny, tmp_path / "own"), *algorithm, *more, *placement]),
@@ -138,18 +136,6 @@ def test_a_rollout_on_devices_of_its_own_gives_the_numbers_of_one_process(case, 
     one, own = (load_file(tmp_path / run / "global_step_2/actor/huggingface/model.safetensors") for run in runs)
     for name, weight in one.items():
         torch.testing.assert_close(own[name], weight, rtol=1e-5, atol=1e-5, msg=name)
-
-
-def test_a_push_over_files_takes_the_time_of_writing_and_of_the_slowest_reader():
-    calls = {
-        "accepts_adapters": lambda: [False],
-        "connect_to_folder": lambda: None,
-        "push_weights": lambda version: [SyncReport(version, 0, 0.5), SyncReport(version, 10, 2.0, 7)],
-        "receive_weights": lambda version: [SyncReport(version, 10, seconds) for seconds in (0.25, 1.0)],
-    }
-    roles = dict.fromkeys(("actor", "rollout"), SimpleNamespace(**calls, world_size=2))
-    metrics = RolloutWeights(roles, separate=True, by_disk=True).push(3)
-    assert (metrics["weight_sync/seconds"], metrics["weight_sync/bytes"]) == (3.0, 10)
 
 
 @slow

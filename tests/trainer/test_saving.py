@@ -308,7 +308,7 @@ def test_early_stopping_is_a_normal_end_and_survives_an_interruption(chosen, tmp
     trainer.fit()
     assert trainer.global_step == 3 and steps_in(tmp_path / "run") == [2, 3]
     reason = f"{METRIC} has not improved in 1 validations (best: 0.5 at step 2; trainer.early_stopping.patience=1)"
-    assert trainer.view.end_reason == reason and f"early stopping at step 3 of 7: {reason}" in caplog.text
+    assert trainer.view.end_reason == reason and f"stopped at step 3 of 7: {reason}" in caplog.text
     again = scripted(LocalPPOTrainer(overrides=plain), series)
     again.fit()
     assert again.global_step == 3 and "nothing to train" in caplog.text

@@ -133,22 +133,15 @@ class CheckpointStore:
         self,
         root: str | Path,
         keep: int | None = None,
-        *,
-        noun: str = "checkpoint of step",
-        key: str = "trainer.default_local_dir",
-        resumable: bool = True,
     ):
         """Configure the store; nothing is written yet.
 
         Args:
             root: their folder.
             keep: number of newest checkpoints to keep; None: all. Includes checkpoints from before a resume.
-            noun, key: for errors of the disk: the noun before the number of a checkpoint, and the config key of `root`.
-            resumable: whether a run resumes from them; the errors then say from which.
         """
         self.root = Path(root)
         self.keep = _check_keep("keep", keep)
-        self.noun, self.key, self.resumable = noun, key, resumable
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
@@ -182,30 +175,24 @@ class CheckpointStore:
         reason, written = (disk_full_reason(error, folder), folder_size(folder)) if exists else (None, 0)
         shutil.rmtree(folder, ignore_errors=True)  # the next save removes remaining files
         newest = self.newest()
-        name = f"the {self.noun} {step}"
+        name = f"the checkpoint of step {step}"
         if reason is not None:
             size = 0 if newest is None else folder_size(newest)
             needed = format_bytes(size) if newest and size >= written else f"more than {format_bytes(written)}"
-            space = "Free some space"
-            if self.resumable:
-                space += (
-                    " (trainer.max_*ckpt_to_keep limits the number of checkpoints; an old one is deleted after a new "
-                    "one is written)"
-                )
-            fix = f"{space}, or move the folder to a larger disk and set {self.key}"
+            fix = (
+                "Free some space (trainer.max_*ckpt_to_keep limits the number of checkpoints; an old one is deleted "
+                "after a new one is written), or move the folder to a larger disk and set trainer.default_local_dir"
+            )
             return disk_full(f"{name}, which needs {needed},", self.root, reason, self._advice(fix, newest))
         if refused is not None:
-            fix = f"Make the folder writable, or copy it to another disk and set {self.key}"
+            fix = "Make the folder writable, or copy it to another disk and set trainer.default_local_dir"
             return DiskError(f"{name} cannot be written to {self.root}: {refused}. {self._advice(fix, newest)}")
         if exists:
-            note = f"{name.capitalize()} was not written to {self.root}."
-            error.add_note(f"{note} {_describe_remaining(newest)}" if self.resumable else note)
+            error.add_note(f"{name.capitalize()} was not written to {self.root}. {_describe_remaining(newest)}")
         return None
 
     def _advice(self, fix: str, newest: Path | None) -> str:
         """The sentences after a failed save: the remaining checkpoints, the fix, and the effect of the same command."""
-        if not self.resumable:
-            return fix
         effect = "starts over" if newest is None else f"resumes from {newest}"
         return f"{_describe_remaining(newest)} {fix}. The same command then {effect}"
 

@@ -7,7 +7,7 @@ import typer
 
 from verl.cli.data import data, rewards
 from verl.cli.programs import PROGRAMS, examples
-from verl.cli.runs import replay, report, runs
+from verl.cli.runs import report, runs
 from verl.cli.serve import serve
 from verl.processes.streams import command_output
 
@@ -111,7 +111,6 @@ app.add_typer(examples, name="examples")
 app.command("serve")(serve)
 app.add_typer(runs, name="runs")
 app.command("report")(report)
-app.command("replay")(replay)
 
 if __name__ == "__main__":
     app()

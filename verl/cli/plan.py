@@ -1,4 +1,4 @@
-"""`verl plan`: the plan of a run with its memory and time, a simulation without files, and the calibration."""
+"""`verl plan`: the plan of a run with its memory and time, and a simulation without files."""
 
 import argparse
 import sys
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 HELP = """usage: verl plan [FILE.yaml] key=value ...
        verl plan --gpus N [--gpu H200] [--model 70B] [options]
-       verl plan --calibrate
 
 The first form runs all checks of `verl train`, prints its plan, the memory per device in each phase, the time of a step
 and the best placement. `placement=auto` in a run applies that placement.
@@ -39,8 +38,6 @@ def main(arguments: list[str] | None = None, program: str = "verl plan") -> int:
         print(HELP)
         _parser().print_help()
         return 0
-    if arguments == ["--calibrate"]:
-        return _calibrate()
     if any(argument.partition("=")[0] == "--gpus" for argument in arguments):
         return _simulate(arguments)
     if wrong := _wrong_first_form(arguments):
@@ -53,8 +50,6 @@ def main(arguments: list[str] | None = None, program: str = "verl plan") -> int:
 
 def _wrong_first_form(arguments: list[str]) -> str | None:
     """What is wrong with a command without --gpus: an option of another form, or a file of another type."""
-    if any(argument.partition("=")[0] == "--calibrate" for argument in arguments):
-        return f"--calibrate measures this host and takes no other arguments, found {' '.join(arguments)}"
     options = {name for action in _parser()._actions for name in action.option_strings}
     option = next((argument for argument in arguments if argument.partition("=")[0] in options), None)
     if option is not None:
@@ -75,21 +70,6 @@ def _with_config_flag(arguments: list[str]) -> list[str]:
     first = arguments[0] if arguments else ""
     is_file = first.endswith((".yaml", ".yml")) and "=" not in first
     return ["--config", *arguments] if is_file else arguments
-
-
-def _calibrate() -> int:
-    """Measure this host and store its profile."""
-    import time
-
-    from verl.planner import devices, host
-    from verl.planner.calibrate import calibrate
-    from verl.utils.device import resolve_device
-
-    start, device = time.perf_counter(), resolve_device("auto")
-    print(f"calibrating {host.host_name(device)}")
-    path = devices.save(calibrate(device, print), host.host_fingerprint(device))
-    print(f"{time.perf_counter() - start:.0f} s; written to {path}, until the hardware, torch or transformers change")
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

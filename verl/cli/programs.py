@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-_FLAGS = ("--config", "--calibrate", "--gpus", "--dry-run", "--verbose", "--print-config", "--help")
+_FLAGS = ("--config", "--gpus", "--dry-run", "--verbose", "--print-config", "--help")
 
 
 @dataclass(frozen=True)

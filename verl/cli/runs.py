@@ -1,4 +1,4 @@
-"""Commands on finished runs: `verl runs` lists and compares them, `verl report` and `verl replay` explain one."""
+"""Commands on finished runs: `verl runs` lists and compares them, `verl report` explains one."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -107,24 +107,6 @@ def report(
     with user_errors():
         path = write_report(run, out)
     typer.echo(f"report: {console_text(str(path))} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")
-
-
-def replay(
-    dump: Annotated[Path, typer.Argument(metavar="DUMP", help="folder bad_steps/step_N of a run")],
-) -> None:
-    """Compute a bad step again on a CPU; print the samples and operators whose values are not finite.
-
-    Exits with status 1 if no cause is found.
-    """
-    from verl.trainer.startup.command_line import user_errors
-    from verl.trainer.state.replay import replay as run
-    from verl.utils.log import setup_logging
-
-    setup_logging("error")
-    with user_errors():
-        result = run(dump)
-    typer.echo(console_text("\n".join(result.lines())))
-    raise typer.Exit(0 if result.has_cause else 1)
 
 
 _NUMBERS = ("steps", "reward", "best", "validation")

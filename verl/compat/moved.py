@@ -15,7 +15,7 @@ verl.utils -> verl.batch: equality:containers
 verl.checkpoints -> verl.checkpoints: boxes:shard_files
 verl.utils -> verl.checkpoints: atomic shard_files checkpoint_store:store
 verl.trainer.state -> verl.cli: verify_resume
-verl.cli -> verl.cli: check:programs examples:programs merge:programs quickstart:programs replay:runs report:runs
+verl.cli -> verl.cli: check:programs examples:programs merge:programs quickstart:programs report:runs
 verl.cli.config -> verl.cli: commands:app
 verl.cli.config -> verl.cli.config: convert:show explain:show
 verl.algorithms -> verl.config: presets
@@ -102,20 +102,17 @@ verl.trainer.checks -> verl.trainer.checks: model_limits:models
 verl.planner -> verl.trainer.checks: settings:planning
 verl.trainer.startup -> verl.trainer.checks: recipe:preflight
 verl.trainer -> verl.trainer.guards: validation_watch:early_stopping interruption
-verl.trainer.checks -> verl.trainer.guards: faults
 verl.trainer.state -> verl.trainer.guards: bad_steps validation_watch:early_stopping interruption operator_watch
 verl.trainer.state -> verl.trainer.guards: quarantine restarts
-verl.utils -> verl.trainer.guards: chaos:faults
 verl.trainer -> verl.trainer.output: divergence metrics display:run_log run_log recording:samples samples
 verl.trainer.output -> verl.trainer.output: display:run_log summary:run_log recording:samples
 verl.trainer -> verl.trainer.ppo: batch_functions canary dynamic_sampling ppo_flow:flow ppo_operators:operators
 verl.trainer -> verl.trainer.ppo: rollout_correction rollout_weights:weights
 verl.trainer -> verl.trainer.startup: arguments command_line inputs setup:inputs launch roles torchrun
 verl.trainer -> verl.trainer.state: checkpointing saved_state
-verl.trainer.state -> verl.trainer.state: object_identity:identity
 verl.utils -> verl.utils: clock:coroutines threads:device lock:disk decoding:tokenizer
 verl.rollout.weight_sync -> verl.weight_sync: adapters base in_process:base buckets collective transfer_group:collective
-verl.rollout.weight_sync -> verl.weight_sync: disk factory replica:factory ipc module_receiver checksums:verify
+verl.rollout.weight_sync -> verl.weight_sync: factory replica:factory module_receiver checksums:verify
 verl.rollout.weight_sync -> verl.weight_sync: loading:verify position_sums:verify
 verl.weight_sync -> verl.weight_sync: transfer_group:collective replica:factory
 verl.rollout.weight_sync -> verl.weight_sync.reshard: chunk_table chunks_triton grouping:plan plan copies:sync
@@ -125,19 +122,20 @@ verl.workers -> verl.workers: actor_rollout_ref:policy
 """
 
 
-def _read(table: str) -> dict[str, str]:
-    moved = {}
+def read_renames(table: str) -> dict[str, str]:
+    """Old dotted name -> new one, from lines such as `old -> new: name before:after`."""
+    renames = {}
     for line in table.strip().splitlines():
         packages, names = line.split(": ", 1)
         old, new = packages.split(" -> ")
         for name in names.split():
             before, _, after = name.partition(":")
-            moved[f"{old}.{before}"] = f"{new}.{after or before}"
-    return moved
+            renames[f"{old}.{before}"] = f"{new}.{after or before}"
+    return renames
 
 
 #: old module path -> new module path
-MOVED = _read(_TABLE) | {
+MOVED = read_renames(_TABLE) | {
     # modules of public verl that exist here under another path
     "verl.trainer.ppo.core_algos": "verl.algorithms.core_algos",
     "verl.trainer.ppo.rollout_corr_helper": "verl.algorithms.rollout_correction",

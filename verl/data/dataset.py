@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from verl.config.fields import Schema, Section
 from verl.config.load import load_section
 from verl.data.bad_rows import usable_rows
-from verl.data.files import Rows, file_list, fingerprint, rows_in_memory
+from verl.data.files import Rows, file_list, rows_digest, rows_in_memory
 from verl.data.forms import as_messages, read_prompt_column
 from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts, rows_to_decode
 from verl.data.media_files import media_digest
@@ -73,9 +73,9 @@ class TokenizedDataset(Dataset):
         return ()
 
     @property
-    def fingerprint(self) -> str:
-        """See `verl.data.files.fingerprint`."""
-        return fingerprint(self._rows, self.data_files)
+    def rows_digest(self) -> str | None:
+        """Of rows in memory; None for files."""
+        return None if self._rows is None else rows_digest(self._rows)
 
     def _media_digest(self, rows: Rows, prompt_column: str) -> str | None:
         """See `media_digest`; None without images."""

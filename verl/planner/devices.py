@@ -1,16 +1,9 @@
-"""What a device can do: built-in profiles of GPUs, and the profile of this host that `verl plan --calibrate` stores."""
+"""What a device can do: built-in profiles of GPUs."""
 
-import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from datetime import datetime
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
-from verl.checkpoints.atomic import atomic_write, set_aside_irregular
 from verl.registry import did_you_mean
-from verl.utils.disk import cache_folder
 
 GIB = 2**30
 
@@ -38,7 +31,7 @@ class Device:
         step_seconds: fixed seconds of a step outside of the models.
         update_seconds: fixed seconds of an update: checks of the weights, choice of the micro-batches.
         push_seconds: fixed seconds of a weight push to another process or engine.
-        forward, backward, decode: corrections of the time of a pass, from a calibration.
+        forward, backward, decode: corrections of the time of a pass, which benchmarks/planner.py measures on a CPU.
         sharded: factor of the time of a pass with FSDP2 over several devices, whose weights are neither cast once nor
             fused once per update.
         sharded_layer_seconds: fixed seconds of one layer in a pass with FSDP2 over several devices: its hooks.
@@ -166,71 +159,3 @@ def known_gpu(name: str) -> Device | None:
     matching = [key for key in BUILT_IN if set(key.split("-")) <= parts]
     best = max(matching, key=len, default="")
     return BUILT_IN[best] if best and all(set(key.split("-")) <= set(best.split("-")) for key in matching) else None
-
-
-# ---- calibrations ---------------------------------------------------------------------------------------------------
-
-#: of the file; it changes when the meaning of a rate does
-FORMAT = 2
-
-
-def cache_file() -> Path:
-    """The file of the calibrations."""
-    return cache_folder() / "calibration.json"
-
-
-def save(device: Device, host: Mapping[str, str]) -> Path:
-    """Store a profile beside those of other devices. host: what it depends on. Returns the file."""
-    path = cache_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    set_aside_irregular(path)
-    try:
-        profiles = _profiles(path)
-    except _DAMAGE:  # damaged, or of another format: it is replaced
-        profiles = {}
-    profiles[device.name] = {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "host": dict(host),
-        "device": asdict(device),
-    }
-    with atomic_write(path) as draft:
-        draft.write_text(json.dumps({"format": FORMAT, "profiles": profiles}, indent=1) + "\n", encoding="utf-8")
-    return path
-
-
-#: errors of a file that is damaged
-_DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)
-
-
-def _profiles(path: Path) -> dict[str, Any]:
-    """Name of a device -> its entry of the file; empty if there is no file."""
-    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"profiles": {}, "format": FORMAT}
-    return dict(content["profiles"]) if content["format"] == FORMAT else {}
-
-
-def calibrated(host: Mapping[str, str], name: str) -> tuple[Device | None, str]:
-    """The stored profile of a device, if nothing that it depends on has changed.
-
-    Args:
-        host: as for `save`.
-        name: of the device.
-
-    Returns:
-        (profile or None, why there is none).
-
-    Raises:
-        ValueError: the file is damaged.
-    """
-    path = cache_file()
-    try:
-        entry = _profiles(path).get(name)
-        if entry is None:
-            return None, "this host is not calibrated"
-        then, device, date = dict(entry["host"]), Device(**entry["device"]), str(entry["date"])
-    except _DAMAGE as error:
-        raise ValueError(f"{path} is damaged ({error!r}): run `verl plan --calibrate`") from error
-    if then != host:
-        changed = [key for key in sorted({*then, *host}) if then.get(key) != host.get(key)]
-        changes = ", ".join(f"{key} {then.get(key)} -> {host.get(key)}" for key in changed)
-        return None, f"the calibration of {date[:10]} is stale: {changes}"
-    return device, ""

@@ -1,6 +1,5 @@
 """The device of this host: its name, and the profile that is used for it."""
 
-import importlib.metadata
 import os
 import platform
 import resource
@@ -11,32 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from verl.planner.devices import GIB, Device, built_in, calibrated, known_gpu
-from verl.utils.device import resolve_device
-
-
-def host_name(device: torch.device) -> str:
-    """The name of the device in a profile."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU ({platform.machine()}, {os.cpu_count()} cores), {torch.get_num_threads()} threads"
-
-
-def host_fingerprint(device: torch.device) -> dict[str, str]:
-    """What a calibration depends on: hardware, threads and packages."""
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-    versions |= {"cpu": _cpu_model(), "cores": str(os.cpu_count())}
-    if device.type == "cuda":
-        return versions | {"gpus": str(torch.cuda.device_count()), "cuda": str(torch.version.cuda)}
-    return versions | {"memory": f"{host_memory() / GIB:.0f} GiB"}
-
-
-def _cpu_model() -> str:
-    """Such as "AMD EPYC 9B14"."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+from verl.planner.devices import GIB, Device, built_in, known_gpu
 
 
 def host_memory() -> float:
@@ -72,14 +46,13 @@ def process_limit() -> float:
     return 0.0 if soft == resource.RLIM_INFINITY else float(soft)
 
 
-def base_profile(device: torch.device) -> Device:
-    """The profile that measured rates replace: of the GPU if it is known, and of a slow core otherwise."""
+def host_profile(device: torch.device) -> Device:
+    """The profile of a device of this host: of a GPU if it is known, and of a slow core otherwise."""
     if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        known = known_gpu(host_name(device)) or built_in("A100")
-        return replace(known, name=host_name(device), memory=float(total))
+        name, total = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+        return replace(known_gpu(name) or built_in("A100"), name=name, memory=float(total))
     return Device(
-        name=host_name(device),
+        name=f"CPU ({platform.machine()}, {os.cpu_count()} cores), {torch.get_num_threads()} threads",
         kind="cpu",
         memory=host_memory(),
         per_node=os.cpu_count() or 1,
@@ -100,16 +73,3 @@ def base_profile(device: torch.device) -> Device:
         process_limit=process_limit(),
         source="nominal rates of a CPU",
     )
-
-
-def host_profile(name: str = "auto") -> Device:
-    """The profile of the device of this host: calibrated, built in, or nominal. name: as `trainer.device`."""
-    device = resolve_device(name)
-    try:
-        profile, why = calibrated(host_fingerprint(device), host_name(device))
-    except ValueError as error:  # a damaged file, which must not keep a run from starting
-        profile, why = None, str(error)
-    base = base_profile(device)
-    if profile is not None:
-        return replace(profile, memory=base.memory, process_limit=base.process_limit)
-    return replace(base, source=f"{base.source} ({why}; `verl plan --calibrate` measures it)")

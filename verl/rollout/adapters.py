@@ -110,8 +110,7 @@ def applied_layers(
     if config.lora_sync == "merged":
         log_line("rollout.lora_sync=merged: %s gets all weights in every push, adapters merged", engine)
         return None
-    reasons = ["weight_sync=disk writes merged weights"] if config.weight_sync == "disk" else []
-    reasons += obstacles(layers)
+    reasons = list(obstacles(layers))
     if not reasons:
         log_line(
             "rollout.lora_sync=%s: %s applies the adapters of %d layers (rank %d); the base weights are pushed once",

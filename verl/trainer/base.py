@@ -240,7 +240,7 @@ class Trainer(ABC):
         self.checkpointer.wait()
         if view.stop_reason is not None:
             log = logger.error if view.has_failed else logger.info
-            log("early stopping at step %d of %d: %s", view.step, view.total_steps, view.stop_reason)
+            log("stopped at step %d of %d: %s", view.step, view.total_steps, view.stop_reason)
         if view.interrupted is not None and view.end_reason is None:
             raise Stopped(view.interrupted, finished=True)
         self._log = None

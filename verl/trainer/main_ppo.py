@@ -20,9 +20,7 @@ HELP = program_help(
       algorithm.adv_estimator=grpo \\
       data.train_files=train.parquet data.val_files=test.parquet data.train_batch_size=64 \\
       actor_rollout_ref.model.path=/path/to/model actor_rollout_ref.rollout.n=8 \\
-      trainer.total_epochs=1
-
-  --chaos LIST         inject faults, such as kill@7,nan-grad@4 (docs/trust.md)"""
+      trainer.total_epochs=1"""
 )
 
 PROGRAM = Program("verl.trainer.main_ppo", HELP, "Config", "verl.trainer.ppo_trainer:PPOTrainer")

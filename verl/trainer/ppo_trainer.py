@@ -20,7 +20,6 @@ from verl.tracking.tracking import setup_logging
 from verl.trainer.base import Trainer
 from verl.trainer.checks.agents import describe_agents
 from verl.trainer.checks.preflight import INPUTS, Recipe, Settings, recipe_of, run_checks
-from verl.trainer.guards.faults import Faults
 from verl.trainer.output.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
 from verl.trainer.output.samples import (
     check_sampling,
@@ -132,7 +131,7 @@ class PPOTrainer(Trainer):
         self._set_up()
 
     def _set_up(self) -> None:
-        """Make the specs of the workers, the pipeline of the validation, and the guard that injects faults."""
+        """Make the specs of the workers and the pipeline of the validation."""
         specs = self.worker_specs().items()
         self.specs = {role: replace(spec, imports=tuple(self.config.imports)) for role, spec in specs}
         if self.config.trainer.overlap:
@@ -142,8 +141,6 @@ class PPOTrainer(Trainer):
         )
         self.validation.log_level, self.validation.label = self.operator_level, "validation: "
         self.view.pipelines.append(self.validation)
-        if self.config.trainer.chaos:
-            self.guards.append(Faults(self.config))
 
     # ---- flow and workers -------------------------------------------------------------------------------------------
 
@@ -166,8 +163,7 @@ class PPOTrainer(Trainer):
             prompt_length=rollout.prompt_length,
             response_length=rollout.response_length,
         )
-        by_disk = rollout.weight_sync == "disk"
-        self.rollout_weights = RolloutWeights(self.roles, self.config.rollout_is_separate, canary, by_disk)
+        self.rollout_weights = RolloutWeights(self.roles, self.config.rollout_is_separate, canary)
         if self.config.trainer.max_staleness > 0:
             from verl.trainer.asynchronous.generation import AsyncRunner
 

@@ -6,7 +6,7 @@
     report = sync.push(train_engine, version=step)    # collective: on every training rank
     report.bytes, report.seconds    # rollout.weight_version is now `step`; at an error, the engine has no weights
 
-The methods (`rollout.weight_sync`) are `in_process`, `replica`, `reshard`, `ipc`, `collective` and `disk`:
+The methods (`rollout.weight_sync`) are `in_process`, `replica`, `reshard` and `collective`:
 docs/weight_sync.md. Two mechanisms find wrong weights (`verify`): checksums in transit, in every push; and after the
 first push and every `rollout.check_every` versions, a comparison of what the engine stores, with the canary of the
 trainer. `version` is the number of completed training steps, so that a resumed run reproduces it.
@@ -16,16 +16,13 @@ from verl.utils.lazy import lazy_names
 
 _HOME = {
     "verl.weight_sync.base": (
-        "SyncReport WeightReceiver WeightSource WeightSync AdapterReceiver RemoteReceiver ShardSource SlicedWeights "
+        "SyncReport WeightReceiver WeightSource WeightSync AdapterReceiver ShardSource SlicedWeights "
         "StoredWeights InProcessSync"
     ),
     "verl.weight_sync.buckets": "BUCKET_BYTES",
-    "verl.weight_sync.verify": "checksum_of",
     "verl.weight_sync.reshard.sync": "ReshardSync",
     "verl.weight_sync.module_receiver": "ModuleReceiver",
     "verl.weight_sync.collective": "CollectiveSync TransferGroup receive_collective",
-    "verl.weight_sync.ipc": "IpcSync receive_ipc",
-    "verl.weight_sync.disk": "DiskSync receive_disk",
     "verl.weight_sync.factory": "ReplicaSync local_sync",
 }
 

@@ -148,38 +148,6 @@ class AdapterReceiver(ABC):
         """
 
 
-class Channel(Protocol):
-    """A connection to another process, such as `multiprocessing.connection.Connection`."""
-
-    def send_bytes(self, buf: bytes) -> None:
-        """Send one message."""
-
-    def recv_bytes(self) -> bytes:
-        """Receive one message. Raises EOFError if the other process has ended."""
-
-    def poll(self, timeout: float | None = 0.0) -> bool:
-        """Whether a message arrives within `timeout` seconds."""
-
-
-class RemoteReceiver(ABC):
-    """What `RolloutEngine.receiver` returns if the weights are in other processes that share the device.
-
-    Each of these processes calls `receive_ipc` with its end of a channel, once per push.
-    """
-
-    @abstractmethod
-    def start_receiving(self, version: int) -> list[Channel]:
-        """Make every process call `receive_ipc` for this version. Returns one channel to each."""
-
-    @abstractmethod
-    def finish_receiving(self) -> None:
-        """Wait until every process has loaded the weights. Raises the error of one that has not."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Free the weights until the next push."""
-
-
 class ReceivesWeights(Protocol):
     """What a weight sync uses of a rollout engine."""
 

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -57,7 +56,6 @@ def pack(
     dtype: torch.dtype | None,
     bucket_bytes: int,
     wait: Callable[[int], None] = lambda number: None,
-    allocate: Callable[[int], torch.Tensor] | None = None,
 ) -> Iterator[Bucket]:
     """Pack parameters into two alternating buffers: one is filled while the other one is sent.
 
@@ -71,7 +69,6 @@ def pack(
         bucket_bytes: max size of a bucket of several parameters.
         wait: called with the number of a bucket whose memory is used again: waits until it has been sent. The default
             is for a caller that has used a bucket before it reads the next one.
-        allocate: makes a buffer (n,) uint8 of a size in bytes.
 
     Yields:
         Buckets, numbered from 0.
@@ -96,8 +93,7 @@ def pack(
         if not entries:
             wait(number - 2)
             if number % 2 not in buffers:
-                make = allocate or partial(torch.empty, dtype=torch.uint8, device=device)
-                buffers[number % 2] = make(bucket_bytes)
+                buffers[number % 2] = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)
         span = buffers[number % 2][end : end + padded]
         span[:size].view(to).view(shape).copy_(tensor.detach())
         span[size:].zero_()

@@ -11,7 +11,6 @@ from verl.weight_sync.base import (
     AdapterReceiver,
     InProcessSync,
     ReceivesWeights,
-    RemoteReceiver,
     SlicedWeights,
     SyncReport,
     WeightSource,
@@ -62,7 +61,6 @@ def local_sync(
     *,
     lora_sync: str = "auto",
     has_adapters: bool = False,
-    dtype: torch.dtype | None = None,
     bucket_bytes: int,
     has_shards: bool = False,
     prefers_shards: bool = False,
@@ -76,7 +74,6 @@ def local_sync(
         engine: the rollout engine.
         device: of both.
         has_adapters: whether the policy is trained with LoRA.
-        dtype: dtype in which weights are sent to other processes.
         bucket_bytes: max size of a bucket.
         has_shards: whether the shards of the training engine can be read.
         prefers_shards: whether to read them for a full copy, too.
@@ -100,7 +97,7 @@ def local_sync(
         logger.warning("rollout.weight_sync=auto: %s instead of reshard: %s", method, obstacle)
     if method == "in_process":
         return InProcessSync(engine)
-    is_cheaper = method == "ipc" or (accepts_adapters and receiver.applies_adapters)
+    is_cheaper = accepts_adapters and receiver.applies_adapters
     adapters = sends_adapters(lora_sync, has_adapters, accepts_adapters, is_cheaper)
     if method == "reshard" and not adapters:
         sync = weight_sync.ReshardSync(engine, device, bucket_bytes, grouping=grouping, check_every=check_every)
@@ -108,9 +105,6 @@ def local_sync(
         return sync
     if setting == "reshard":
         raise ValueError("rollout.weight_sync=reshard sends merged weights: set rollout.lora_sync=merged")
-    if method == "ipc":
-        bandwidth = copy_bandwidth(device)
-        return weight_sync.IpcSync(engine, device, dtype, bucket_bytes, adapters, bandwidth, check_every=check_every)
     return ReplicaSync(engine, adapters, copy_bandwidth(device), check_every)
 
 
@@ -118,8 +112,6 @@ def _methods(receiver: object, has_slices: bool, prefers_shards: bool) -> list[s
     """The methods for a receiver, the one that `auto` chooses first. has_slices: whether its slices can be written."""
     if receiver is None:
         return ["in_process"]
-    if isinstance(receiver, RemoteReceiver):
-        return ["ipc"]
     if not has_slices:
         return ["replica"]
     return ["reshard", "replica"] if receiver.prefers_slices or prefers_shards else ["replica", "reshard"]

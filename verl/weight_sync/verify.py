@@ -69,11 +69,6 @@ def combine(sums: Sequence[torch.Tensor]) -> int:
     return fold(checksums(sums).tolist()) if sums else 0
 
 
-def checksum_of(content: torch.Tensor) -> int:
-    """A 64-bit checksum of (n,) uint8, n a multiple of 8. Equal on every device."""
-    return combine([sums_of(content)])
-
-
 def fold(numbers: Sequence[int]) -> int:
     """Combine checksums to one; the order matters."""
     total = 0

@@ -17,7 +17,6 @@ from verl.config import schema
 from verl.engines.base import EngineSpec, MicroBatching, TrainEngine, make_engine
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
-from verl.registry import load_object
 from verl.single_controller.dispatch import Coordinates, Dispatch, register
 from verl.single_controller.worker import Worker
 from verl.utils.device import resolve_device
@@ -103,11 +102,6 @@ class EngineWorker(Worker):
             torch.cuda.synchronize(resolve_device("cuda", self.local_rank))
             update.add({f"perf/mfu/{prefix}": (self._utilization.mfu(batch, time.perf_counter() - start), 1)})
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def arm_fault(self, name: str) -> None:
-        """Inject a fault of `trainer.chaos` in the next update."""
-        load_object("verl.trainer.guards.faults", "arm")(name)  # loaded only if there are faults
-
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -122,12 +116,6 @@ class EngineWorker(Worker):
         With checkpoint.async_save the write continues in the background until `finish_checkpoint`.
         """
         self.engine.save(Path(folder), tuple(self.checkpoint.save_contents), self.checkpoint.async_save)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_weights(self, folder: str | Path) -> None:
-        """Write the full weights as a Hugging Face model to `folder/huggingface`."""
-        self.engine.save(Path(folder), ("hf_model",))
-        self.engine.finish_save()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def is_checkpoint_written(self) -> bool:

@@ -100,11 +100,6 @@ class ActorWorker(RolloutMethods, EngineWorker):
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def connect_to_folder(self) -> None:
-        """Push weights to rollout.weight_sync_dir, where rollout ranks read them."""
-        self._sync = weight_sync.DiskSync(self.config.rollout.weight_sync_dir, self.rank == 0, self.compute_dtype)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def push_weights(self, version: int) -> SyncReport:
         """Push the weights to the rollout engine in this process, or to the connected rollout ranks."""
         if self._sync is None:

@@ -140,24 +140,15 @@ def check_sampling(config: Config) -> Iterator[Problem]:
 
 
 def check_weight_sync(config: Config) -> Iterator[Problem]:
-    """`weight_sync` agrees with the placement, and its folder with the method."""
+    """`weight_sync` agrees with the placement."""
     rollout, separate = config.actor_rollout_ref.rollout, has_separate_rollout(config)
     key, method = _ROLLOUT + "weight_sync", rollout.weight_sync
-    if separate and method not in ("auto", "collective", "disk"):
-        yield Problem(key, f"found {method}, but the rollout has separate devices: use auto, collective or disk")
-    if not separate and method in ("collective", "disk"):
+    if separate and method not in ("auto", "collective"):
+        yield Problem(key, f"found {method}, but the rollout has separate devices: use auto or collective")
+    if not separate and method == "collective":
         yield Problem(
             key, f"found {method}, but rollout and training share devices: use auto, or set placement.rollout_devices"
         )
-    if method == "disk" and rollout.weight_sync_dir is None:
-        yield Problem(_ROLLOUT + "weight_sync_dir", "missing: weight_sync=disk needs a folder")
-    if method == "disk" and rollout.lora_sync == "adapters" and config.actor_rollout_ref.model.has_adapters:
-        yield Problem(_ROLLOUT + "lora_sync", "found adapters, but weight_sync=disk writes merged weights: use merged")
-    if method != "disk" and rollout.weight_sync_dir is not None:
-        message = (
-            f"{rollout.weight_sync_dir!r}, but weight_sync={method} writes no files: use weight_sync=disk, or null"
-        )
-        yield Problem(_ROLLOUT + "weight_sync_dir", message)
 
 
 _MERGES = "generation merges the adapters and training does not"

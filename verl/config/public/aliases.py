@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from verl.compat.moved import read_renames
 from verl.config.fields import Aliases, Lookup
 
 Computed = Callable[[Any, Lookup], dict[str, Any]]
@@ -28,106 +29,77 @@ def _in_transformer_config(section: str) -> dict[str, str]:
 
 
 # --------------------------------------------------------------------------------------------------------- short names
+# the lines of a table: "section -> new section: key", or "key:new key" if it has another name there
 _SHORT = {
-    # algorithm: {...}, model: {...}, reward_function, data: {...}, engine: {...}
-    "algorithm.clip_range": _ARR + "actor.clip_ratio",
-    "algorithm.value_loss_coef": "critic.value_loss_coef",
-    "model.pretrain_model_path": _ARR + "model.path",
     "reward_function": "reward.reward_function",
-    "model.reward_function": "reward.reward_function",
-    "data.train_path": "data.train_files",
-    "data.answer_key": "data.ground_truth_key",
-    "engine.critic_type": "critic.strategy",
-    _ARR + "actor.megatron.router_replay.mode": _ARR + "actor.router_replay.mode",
-    "engine.num_gpus": "trainer.n_gpus_per_node",
-    "async_training.partial_rollout": "trainer.async.partial_rollout",
-    **_in_transformer_config(_ARR + "actor.megatron"),
-    **_in_transformer_config(_ARR + "ref.megatron"),
-    **_in_transformer_config("critic.megatron"),
-    **{
-        f"{model}.override_config.model_config.*": f"{model}.override_config.*"
-        for model in (_ARR + "model", "critic.model")
-    },
-    "rollout.nnodes": _ARR + "rollout.nnodes",
-    "rollout.n_gpus_per_node": _ARR + "rollout.n_gpus_per_node",
-    "rollout.total_epochs": "trainer.total_epochs",
-    # trainer: {...}, actor_rollout: {...}, critic: {...}, use_critic, ...
-    "actor_rollout.model_name_or_path": _ARR + "model.path",
-    "actor_rollout.fsdp_config.*": _ARR + "actor.fsdp_config.*",
-    "critic.model_name_or_path": "critic.model.path",
     "use_critic": "critic.enable",
     "use_reference_policy": _ARR + "ref.enable",
     "use_rm": "reward.reward_model.enable",
-    "trainer.use_critic": "critic.enable",
-    "trainer.use_reference_policy": _ARR + "ref.enable",
-    "trainer.use_rm": "reward.reward_model.enable",
+    **read_renames("""
+algorithm -> actor_rollout_ref.actor: clip_range:clip_ratio
+algorithm -> critic: value_loss_coef
+model -> actor_rollout_ref.model: pretrain_model_path:path
+model -> reward: reward_function
+data -> data: train_path:train_files answer_key:ground_truth_key
+engine -> critic: critic_type:strategy
+engine -> trainer: num_gpus:n_gpus_per_node
+async_training -> trainer.async: partial_rollout
+rollout -> actor_rollout_ref.rollout: nnodes n_gpus_per_node
+rollout -> trainer: total_epochs
+actor_rollout -> actor_rollout_ref: model_name_or_path:model.path fsdp_config.*:actor.fsdp_config.*
+actor_rollout_ref.actor -> actor_rollout_ref.actor: megatron.router_replay.mode:router_replay.mode
+actor_rollout_ref.model -> actor_rollout_ref.model: override_config.model_config.*:override_config.*
+critic.model -> critic.model: override_config.model_config.*:override_config.*
+critic -> critic: model_name_or_path:model.path
+trainer -> critic: use_critic:enable
+trainer -> actor_rollout_ref.ref: use_reference_policy:enable
+trainer -> reward.reward_model: use_rm:enable
+"""),
+    **_in_transformer_config(_ARR + "actor.megatron"),
+    **_in_transformer_config(_ARR + "ref.megatron"),
+    **_in_transformer_config("critic.megatron"),
 }
 
 # ---------------------------------------------------------------------------------------------------- deprecated names
 _DEPRECATED = {
     "custom_reward_function.*": "reward.custom_reward_function.*",
     "sandbox_fusion.*": "reward.sandbox_fusion.*",
-    "reward_model.sandbox_fusion.*": "reward.sandbox_fusion.*",
-    "reward.reward_manager": "reward.reward_manager.name",
-    "reward_model.reward_manager": "reward.reward_manager.name",
-    "reward_model.reward_loop_source": "reward.reward_manager.source",
-    "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
-    "reward_model.reward_loop_class_name": "reward.reward_manager.name",
-    "reward.reward_kwargs.overlong_buffer_cfg.*": "reward.reward_kwargs.overlong_buffer.*",
-    "reward_model.reward_kwargs.*": "reward.reward_kwargs.*",
-    "reward_model.overlong_buffer.*": "reward.reward_kwargs.overlong_buffer.*",
-    "reward_model.num_workers": "reward.num_workers",
-    "reward_model.enable": "reward.reward_model.enable",
-    "reward_model.model.path": "reward.reward_model.model_path",
-    "reward_model.model_path": "reward.reward_model.model_path",
-    "reward_model.sandbox_fusion_url": "reward.sandbox_fusion.url",
-    "reward_model.model.trust_remote_code": "reward.reward_model.trust_remote_code",
-    "reward_model.model.use_remove_padding": "reward.reward_model.use_remove_padding",
-    "reward_model.model.fsdp_config.*": "reward.reward_model.fsdp.*",
-    "reward_model.use_dynamic_bsz": "reward.reward_model.use_dynamic_bsz",
-    "reward_model.forward_max_token_len_per_gpu": "reward.reward_model.forward_max_token_len_per_gpu",
-    "reward_model.micro_batch_size_per_gpu": "reward.reward_model.micro_batch_size_per_gpu",
-    "reward_model.micro_batch_size": "reward.reward_model.micro_batch_size",
-    "reward_model.param_offload": "reward.reward_model.fsdp.param_offload",
-    "reward_model.ulysses_sequence_parallel_size": "reward.reward_model.fsdp.ulysses_sequence_parallel_size",
-    "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
-    _ARR + "rollout.update_weights_bucket_megabytes": _ARR
-    + "rollout.checkpoint_engine.update_weights_bucket_megabytes",
-    _ARR + "actor.freeze_vision_tower": _ARR + "model.freeze_vision_tower",
-    _ARR + "actor.grad_clip": _ARR + "actor.optim.clip_grad",
-    "critic.grad_clip": "critic.optim.clip_grad",
-    _ARR + "actor.optim.warmup_style": _ARR + "actor.optim.lr_scheduler_type",
-    "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
-    _ARR + "actor.fsdp_config.strategy": _ARR + "actor.strategy",
-    _ARR + "ref.fsdp_config.strategy": _ARR + "ref.strategy",
-    _ARR + "ref.param_offload": _ARR + "ref.fsdp_config.param_offload",
-    _ARR + "actor.checkpoint.contents": _ARR + "actor.checkpoint.save_contents",
-    "critic.checkpoint.contents": "critic.checkpoint.save_contents",
-    _ARR + "rollout.multi_turn.max_turns": _ARR + "rollout.multi_turn.max_assistant_turns",
-    "ray_init.num_cpus": "ray_kwargs.ray_init.num_cpus",
-    "ray_init.timeline_json_file": "ray_kwargs.timeline_json_file",
-    "critic.fsdp.strategy": "critic.strategy",
-    _ARR + "actor.fsdp_config.mixed_precision.param_dtype": _ARR + "actor.fsdp_config.dtype",
-    _ARR + "ref.fsdp_config.mixed_precision.param_dtype": _ARR + "ref.fsdp_config.dtype",
-    "critic.fsdp.mixed_precision.param_dtype": "critic.fsdp.dtype",
-    "critic.model.fsdp_config.mixed_precision.param_dtype": "critic.fsdp.dtype",
-    "critic.fsdp_config.*": "critic.fsdp.*",
-    "critic.model.fsdp_config.*": "critic.fsdp.*",
-    _ARR + "actor.ulysses_sequence_parallel_size": _ARR + "actor.fsdp_config.ulysses_sequence_parallel_size",
-    _ARR + "ref.ulysses_sequence_parallel_size": _ARR + "ref.fsdp_config.ulysses_sequence_parallel_size",
-    "critic.ulysses_sequence_parallel_size": "critic.fsdp.ulysses_sequence_parallel_size",
-    _ARR + "actor.use_remove_padding": _ARR + "model.use_remove_padding",
-    _ARR + "actor.use_fused_kernels": _ARR + "model.use_fused_kernels",
-    _ARR + "actor.use_torch_compile": _ARR + "actor.fsdp_config.use_torch_compile",
-    _ARR + "ref.use_torch_compile": _ARR + "ref.fsdp_config.use_torch_compile",
-    _ARR + "actor.rollout_n": _ARR + "rollout.n",
-    _ARR + "ref.rollout_n": _ARR + "rollout.n",
-    "critic.rollout_n": _ARR + "rollout.n",
+    **read_renames("""
+reward -> reward: reward_manager:reward_manager.name reward_kwargs.overlong_buffer_cfg.*:reward_kwargs.overlong_buffer.*
+reward_model -> reward: sandbox_fusion.* reward_kwargs.* num_workers reward_manager:reward_manager.name
+reward_model -> reward: reward_loop_source:reward_manager.source reward_loop_class_name:reward_manager.name
+reward_model -> reward: reward_loop_module_path:reward_manager.module.path sandbox_fusion_url:sandbox_fusion.url
+reward_model -> reward: overlong_buffer.*:reward_kwargs.overlong_buffer.*
+reward_model -> reward.reward_model: enable model.path:model_path model_path use_dynamic_bsz micro_batch_size
+reward_model -> reward.reward_model: micro_batch_size_per_gpu forward_max_token_len_per_gpu
+reward_model.model -> reward.reward_model: trust_remote_code use_remove_padding fsdp_config.*:fsdp.*
+reward_model -> reward.reward_model.fsdp: param_offload ulysses_sequence_parallel_size
+trainer -> trainer: val_generations_to_log_to_wandb:log_val_generations
+actor_rollout_ref.rollout -> actor_rollout_ref.rollout.checkpoint_engine: update_weights_bucket_megabytes
+actor_rollout_ref.rollout -> actor_rollout_ref.rollout: multi_turn.max_turns:multi_turn.max_assistant_turns
+actor_rollout_ref.actor -> actor_rollout_ref.model: freeze_vision_tower use_remove_padding use_fused_kernels
+actor_rollout_ref.actor -> actor_rollout_ref.actor: grad_clip:optim.clip_grad fsdp_config.strategy:strategy
+actor_rollout_ref.actor -> actor_rollout_ref.actor: optim.warmup_style:optim.lr_scheduler_type
+actor_rollout_ref.actor -> actor_rollout_ref.actor: checkpoint.contents:checkpoint.save_contents
+actor_rollout_ref.actor.fsdp_config -> actor_rollout_ref.actor.fsdp_config: mixed_precision.param_dtype:dtype
+actor_rollout_ref.actor -> actor_rollout_ref.actor.fsdp_config: ulysses_sequence_parallel_size use_torch_compile
+actor_rollout_ref.ref -> actor_rollout_ref.ref: fsdp_config.strategy:strategy
+actor_rollout_ref.ref -> actor_rollout_ref.ref.fsdp_config: ulysses_sequence_parallel_size use_torch_compile
+actor_rollout_ref.ref -> actor_rollout_ref.ref.fsdp_config: param_offload
+actor_rollout_ref.ref.fsdp_config -> actor_rollout_ref.ref.fsdp_config: mixed_precision.param_dtype:dtype
+actor_rollout_ref.actor -> actor_rollout_ref.rollout: rollout_n:n
+actor_rollout_ref.ref -> actor_rollout_ref.rollout: rollout_n:n
+critic -> actor_rollout_ref.rollout: rollout_n:n
+critic -> critic: grad_clip:optim.clip_grad optim.warmup_style:optim.lr_scheduler_type fsdp.strategy:strategy
+critic -> critic: checkpoint.contents:checkpoint.save_contents fsdp.mixed_precision.param_dtype:fsdp.dtype
+critic -> critic: fsdp_config.*:fsdp.* model.fsdp_config.*:fsdp.*
+critic -> critic.fsdp: ulysses_sequence_parallel_size
+ray_init -> ray_kwargs.ray_init: num_cpus
+actor_rollout_ref.model -> actor_rollout_ref.model: override_config.chat_template:custom_chat_template
+data -> actor_rollout_ref.model: tokenizer:tokenizer_path trust_remote_code
+"""),
     _ARR + "model.external_lib": "imports",
-    _ARR + "model.override_config.chat_template": _ARR + "model.custom_chat_template",
     "critic.model.external_lib": "imports",
-    "data.tokenizer": _ARR + "model.tokenizer_path",
-    "data.trust_remote_code": _ARR + "model.trust_remote_code",
 }
 
 
@@ -432,22 +404,20 @@ SFT = Aliases(
         "data.num_workers": "data.dataloader_num_workers",
     },
     deprecated={
-        "model.partial_pretrain": "model.path",
-        "model.strategy": "engine.strategy",
-        "model.fsdp_config.mixed_precision.param_dtype": "engine.dtype",
-        "engine.mixed_precision.param_dtype": "engine.dtype",
-        "model.fsdp_config.*": "engine.*",
         "model.external_lib": "imports",
-        "optim.warmup_style": "optim.lr_scheduler_type",
-        "optim.lr_scheduler": "optim.lr_scheduler_type",
-        "optim.warmup_steps_ratio": "optim.lr_warmup_steps_ratio",
         "ulysses_sequence_parallel_size": "engine.ulysses_sequence_parallel_size",
         "use_remove_padding": "model.use_remove_padding",
-        "data.chat_template": "model.custom_chat_template",
-        "data.multiturn.tools_key": "data.tools_key",
-        "data.multiturn.enable_thinking_key": "data.enable_thinking_key",
         "trainer.checkpoint.*": "checkpoint.*",
-        "trainer.resume_path": "trainer.resume_from_path",
+        **read_renames("""
+model -> model: partial_pretrain:path
+model -> engine: strategy fsdp_config.*:*
+engine -> engine: mixed_precision.param_dtype:dtype
+optim -> optim: warmup_style:lr_scheduler_type lr_scheduler:lr_scheduler_type
+optim -> optim: warmup_steps_ratio:lr_warmup_steps_ratio
+data -> model: chat_template:custom_chat_template
+data -> data: multiturn.tools_key:tools_key multiturn.enable_thinking_key:enable_thinking_key
+trainer -> trainer: resume_path:resume_from_path
+"""),
     },
     computed={
         "data.multiturn.enable": _chats,

@@ -232,10 +232,9 @@ class RolloutConfig(RolloutEngineConfig):
         active_when=(("log_prob_micro_batch_size_per_gpu", None), ("log_prob_use_dynamic_bsz", True)),
         ge=1,
     )
-    weight_sync: Literal["auto", "in_process", "replica", "reshard", "ipc", "collective", "disk"] = field(
+    weight_sync: Literal["auto", "in_process", "replica", "reshard", "collective"] = field(
         "auto", "how weights reach the rollout engine; auto: chosen by placement and engine"
     )
-    weight_sync_dir: str | None = field(None, "folder of weight_sync=disk, shared by the trainer and the rollout ranks")
     lora_sync: Literal["auto", "merged", "adapters"] = field(
         "auto",
         "what a LoRA run pushes; adapters: the base weights once, then only the adapters; merged: all weights; "

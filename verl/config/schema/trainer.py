@@ -83,7 +83,6 @@ class RunConfig(Section):
     on_bad_steps: Literal["stop", "rollback"] = field(
         "stop", "after max_skipped_steps: stop, or return once to the last checkpoint and skip the prompts since then"
     )
-    max_step_dumps: int = field(3, "bad steps that are dumped for `verl replay`; 0: none", ge=0)
     resume_mode: Literal["auto", "disable", "resume_path"] = field(
         "auto", "resume from the newest checkpoint, not at all, or from resume_from_path"
     )
@@ -142,7 +141,6 @@ class TrainerConfig(_WithAsync):
     max_actor_ckpt_to_keep: int | None = field(None, "number of actor checkpoints to keep; null: all", ge=1)
     max_critic_ckpt_to_keep: int | None = field(None, "number of critic checkpoints to keep; null: all", ge=1)
     critic_warmup: int = field(0, "steps in which only the critic is updated", ge=0)
-    balance_batch: bool = field(True, "balance the number of tokens over the ranks")
     worker_env: dict[str, str] = field(
         {},
         "environment variables of the workers, such as NCCL_SOCKET_IFNAME, and of processes of reward functions, tools "
@@ -156,7 +154,6 @@ class TrainerConfig(_WithAsync):
     )
     rollout_data_dir: FilePath | None = field(None, "folder for the responses of each step (JSONL)")
     validation_data_dir: FilePath | None = field(None, "folder for the responses of each validation (JSONL)")
-    chaos: StrList = field([], "faults to inject, such as [kill@7,nan-grad@4] (docs/trust.md)")
 
     @property
     def max_staleness(self) -> int:
@@ -182,4 +179,3 @@ class RayConfig(Section):
     """`ray_kwargs`: how Ray is started."""
 
     ray_init: dict[str, Any] = field({}, "arguments of ray.init, such as num_cpus and runtime_env")
-    timeline_json_file: str | None = field(None, "file for Ray's timeline")

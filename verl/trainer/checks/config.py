@@ -52,13 +52,10 @@ def check_tracker_names(config: Schema) -> None:
 
 
 def check_output_folders(config: Schema) -> None:
-    """All output folders are writable, also that of weight_sync=disk."""
-    folders = {f"trainer.{name}": config.trainer.get(name) for name in _OUTPUT_FOLDERS}
-    if isinstance(config, schema.Config):
-        folders["actor_rollout_ref.rollout.weight_sync_dir"] = config.actor_rollout_ref.rollout.weight_sync_dir
-    for key, path in folders.items():
-        if path:
-            check_folder(key, Path(path))
+    """All output folders are writable."""
+    for name in _OUTPUT_FOLDERS:
+        if path := config.trainer.get(name):
+            check_folder(f"trainer.{name}", Path(path))
 
 
 def check_reward_model(config: schema.Config) -> Iterator[Problem]:

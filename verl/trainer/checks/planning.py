@@ -29,6 +29,7 @@ from verl.trainer.checks.models import readable_config
 from verl.trainer.checks.preflight import Run
 from verl.trainer.startup.roles import roles_of
 from verl.trainer.state.saved_state import load_state
+from verl.utils.device import resolve_device
 
 if TYPE_CHECKING:
     from verl.planner.search import Search
@@ -90,7 +91,7 @@ def estimate(config: schema.Config, names: Sequence[str]) -> Plan:
     Raises:
         ValueError: a model or an engine that the planner does not model.
     """
-    device = host_profile(config.trainer.device)
+    device = host_profile(resolve_device(config.trainer.device))
     job = job_of(config, shapes_of(config, names), names, device.kind == "cuda")
     groups = [(roles, len(numbers)) for roles, numbers in _placed(config, names)]
     concurrent = config.trainer.overlap or len(groups) == 1

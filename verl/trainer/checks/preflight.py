@@ -92,7 +92,6 @@ class Run:
         rows_given: the training dataset was given as an object, so no file has to exist.
         reading: how the settings were read; None: they were given as an object.
         train_dataset, val_dataset, reward: those that were given as objects.
-        own_reward: a reward that was given as an object, or registered by custom code.
         cluster: set from stage CONFIG on; None for commands without workers.
         reward_values: names of the values that the reward function returned in its trial call.
         columns: columns that the operators write; set from stage FLOW on.
@@ -109,7 +108,6 @@ class Run:
     train_dataset: Any = None
     val_dataset: Any = None
     reward: Any = None
-    own_reward: Any = None
     backend: str = "local"
     cluster: "Cluster | None" = None
     inputs: "Inputs | None" = None  # from stage INPUTS on
@@ -166,7 +164,6 @@ CHECKS: tuple[Check, ...] = (
     Check("trackers", CONFIG, "config.check_tracker_names"),
     Check("output folders", CONFIG, "config.check_output_folders"),
     Check("critic", CONFIG, "config.check_critic_settings", Config),
-    Check("faults", CONFIG, "verl.trainer.guards.faults:check_faults", Config),
     Check("reward model", CONFIG, "config.check_reward_model", Config),
     Check("agent loop", CONFIG, "agents.check_agent_loop", Config),
     Check("estimator and loss", CONFIG, "config.check_required_settings", Config),

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from verl.single_controller.worker_group import Future, WorkerGroup
@@ -23,7 +23,6 @@ class RolloutWeights:
     Args:
         separate: the rollout has separate devices, so weights are sent between processes.
         canary: checks some of the pushed weights.
-        by_disk: weights are written to a folder and read by the rollout ranks.
 
     Attributes:
         version: weight version of the rollout, the number of completed training steps; None if it has no weights.
@@ -32,7 +31,6 @@ class RolloutWeights:
     roles: Mapping[str, WorkerGroup]
     separate: bool
     canary: Canary | None = None
-    by_disk: bool = False
 
     def __post_init__(self) -> None:
         self.reset()
@@ -68,9 +66,6 @@ class RolloutWeights:
             return actor.push_weights(version)
         self._connect()
         rollout = self.roles["rollout"]
-        if self.by_disk:  # readers start after all files are written
-            written = max(report.seconds for report in actor.push_weights(version))
-            return [replace(report, seconds=written + report.seconds) for report in rollout.receive_weights(version)]
         sent, received = _get_all(actor.submit("push_weights", version), rollout.submit("receive_weights", version))
         return [*sent[:1], *received]
 
@@ -90,14 +85,11 @@ class RolloutWeights:
             return
         actor, rollout = self.roles["actor"], self.roles["rollout"]
         accepts_adapters = all(rollout.accepts_adapters())
-        if self.by_disk:
-            actor.connect_to_folder()
-        else:
-            address, size = actor.transfer_address(), 1 + rollout.world_size
-            _get_all(
-                actor.submit("connect_to_rollout", address, size, accepts_adapters),
-                rollout.submit("connect_to_actor", address, size),
-            )
+        address, size = actor.transfer_address(), 1 + rollout.world_size
+        _get_all(
+            actor.submit("connect_to_rollout", address, size, accepts_adapters),
+            rollout.submit("connect_to_actor", address, size),
+        )
         self._is_connected = True
 
 

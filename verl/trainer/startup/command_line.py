@@ -40,8 +40,6 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str], set[st
         elif name == "--cfg":  # Hydra prints the configuration, or its own
             flags.add("--print-config")
             _ = equals or next(rest, None)
-        elif name == "--chaos":
-            overrides.append(f"trainer.chaos=[{value if equals else _next_of(name, rest)}]")
         elif argument in ("--multirun", "-m"):
             raise ValueError(f"{argument} is not supported: start one run per configuration")
         else:

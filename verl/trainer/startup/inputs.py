@@ -25,7 +25,7 @@ from verl.processes.child import set_helper_environment
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rewards import RewardManager, as_reward_manager, load_reward_manager
-from verl.rewards.functions import ScoreFunction, check_registered
+from verl.rewards.functions import check_registered
 from verl.trainer.checks.models import ModelLimits
 from verl.utils.data_names import with_split
 
@@ -71,7 +71,6 @@ def load_inputs(run: "Run", tokenizer: Any = None) -> Inputs:
     processor = load_processor(model, tokenizer)
     note_unused_media_keys(config.data, processor)
     rewards = load_rewards(config, tokenizer) if run.reward is None else given_rewards(config, tokenizer, run.reward)
-    run.own_reward = own_reward(run.reward, rewards, config.reward.reward_function)
     train = as_dataset(config, tokenizer, train_dataset, config.data.train_max_samples, processor)
     val = as_dataset(config, tokenizer, run.val_dataset, config.data.val_max_samples, processor)
     if train is None:
@@ -270,14 +269,6 @@ def given_rewards(config: schema.Config, tokenizer: Any, reward: Any) -> RewardM
     """Return the reward manager for an object passed to a trainer: a manager, or a reward function of any form."""
     kwargs, key = config.reward.custom_reward_function.reward_kwargs, config.data.reward_fn_key
     return as_reward_manager(reward, tokenizer, kwargs, reward_fn_key=key, **_limits_of(config.reward))
-
-
-def own_reward(reward: Any, manager: Any, registered: str | None) -> Any:
-    """The reward that tells this experiment from others: one given as an object, or registered by custom code."""
-    function = getattr(manager, "compute_score", None)
-    if reward is not None:
-        return function.func if reward is manager and isinstance(function, ScoreFunction) else reward
-    return function.func if registered and not function.is_builtin else None
 
 
 def _limits_of(reward: schema.RewardConfig) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ from verl.config import dump_config, to_flat_dict
 from verl.config.fields import Schema
 from verl.config.schema.trainer import RunConfig
 from verl.data.dataset import TokenizedDataset
-from verl.data.files import IN_MEMORY
 from verl.data.processor import copy_processor_files
 from verl.dataflow import Pipeline, running
 from verl.processes.limits import Durations
@@ -125,7 +123,7 @@ class Checkpointer:
     watch: ValidationWatch
 
     def __post_init__(self) -> None:
-        self.identity = Identity(self.run.config, self.run.working_dir, self.run.own_reward)
+        self.identity = Identity(self.run.config, self.run.working_dir, self._data_digests)
         self.saved_step: int | None = None
         self.saved_path: Path | None = None
         self.rollbacks = 0
@@ -167,8 +165,8 @@ class Checkpointer:
                 self.run.inputs.tokenizer.save_pretrained(folder / role / "huggingface")
                 copy_processor_files(self.run.inputs.model, folder / role / "huggingface")
             state = {"global_step": step, "flow": self.pipeline.state_dict(), "rng": rng_state()}
-            state |= {"validations": self.watch.state_dict(), **self._fingerprints}
-            state |= {"rollbacks": self.rollbacks, "identity": self.identity.state()}
+            state |= {"validations": self.watch.state_dict(), "rollbacks": self.rollbacks}
+            state["identity"] = self.identity.state()
             save_state(state | {"config": redacted(to_flat_dict(self.config))}, folder, "trainer")
             (folder / "config.yaml").write_text(dump_config(self.config, redact=True), encoding="utf-8")
             best = self.watch.best
@@ -263,7 +261,6 @@ class Checkpointer:
         """Restore the checkpoint in a verified folder. Returns its step."""
         state = load_state(folder, "trainer")
         with _reading(folder):
-            self._check_inputs(state, folder)
             self.identity.check(state.get("identity", {}), state["config"], folder)
         for role in self._present_roles():
             if not (folder / role).is_dir():
@@ -362,32 +359,12 @@ class Checkpointer:
                 _RESTARTS[content],
             )
 
-    @cached_property
-    def _fingerprints(self) -> dict[str, str | None]:
-        """What tells rows ("data") and images ("media") of the training data from others; None for a custom dataset."""
+    def _data_digests(self) -> dict[str, str | None]:
+        """Digests of training data that `Identity` does not find as files."""
         dataset = self.run.inputs.train_dataset
         if not isinstance(dataset, TokenizedDataset):
-            return {"data": None, "media": None}
-        return {"data": dataset.fingerprint, "media": dataset.media_fingerprint}
-
-    def _check_inputs(self, saved: Mapping[str, Any], folder: Path) -> None:
-        """Raise ValueError if rows in memory, or images or videos, are not those of the checkpoint. `Identity` compares
-        files."""
-        before, now = saved.get("data"), self._fingerprints["data"]
-        if before and now and before != now and (before.startswith(IN_MEMORY) or now.startswith(IN_MEMORY)):
-            raise ValueError(
-                f"{folder} was written by a run with other training rows. To start another run, set a new "
-                "trainer.experiment_name or trainer.default_local_dir; to resume, give the rows of that run"
-            )
-        if saved.get("media") in (None, self._fingerprints["media"]):
-            return
-        text = "images or videos of the training data have other contents than in the run that wrote it"
-        if "data" not in self.config.trainer.allow_change:
-            raise ValueError(
-                f"{folder}: {text}. To start another run, set a new trainer.experiment_name or "
-                "trainer.default_local_dir; to continue with the new files, set trainer.allow_change=[data]"
-            )
-        logger.warning("allowed change of the experiment: %s", text)
+            return {}
+        return {"rows in memory": dataset.rows_digest, "images or videos": dataset.media_fingerprint}
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 

@@ -5,14 +5,11 @@ configuration. A change that makes it another experiment is refused with a list 
 `trainer.allow_change` names it. Other changes, such as a learning rate, are logged, and the new values are used.
 """
 
-import functools
 import hashlib
 import importlib.metadata
-import inspect
 import logging
 import os
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -60,7 +57,7 @@ _TUNED = (
 #: settings whose changes are not logged
 _FREE = (
     *("trainer.resume_mode", "trainer.resume_from_path", "trainer.total_training_steps", "trainer.total_epochs"),
-    *("trainer.logger", "trainer.save_at_end", "trainer.allow_change", "trainer.chaos"),
+    *("trainer.logger", "trainer.save_at_end", "trainer.allow_change"),
     "trainer.val_only",
 )
 #: what `trainer.allow_change` names beside settings
@@ -72,15 +69,14 @@ class Identity:
 
     Args:
         working_dir: relative paths refer to it.
-        reward: a reward that is not in a file; None if there is none.
+        data_digests: returns digests of training data that is not in files, by what it is; None: there is none.
     """
 
-    def __init__(self, config: Schema, working_dir: Path, reward: Any = None):
-        self._reward = [] if reward is None else [object_fingerprint(reward)]
+    def __init__(self, config: Schema, working_dir: Path, data_digests: Callable[[], Mapping[str, str | None]] = dict):
         self._config = config
         self._flat = redacted(to_flat_dict(config))
         self._defaults = to_flat_dict(type(config)())
-        self._working_dir = working_dir
+        self._working_dir, self._data_digests = working_dir, data_digests
         self._state: dict[str, Any] | None = None
 
     def state(self, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -93,7 +89,7 @@ class Identity:
             files = self._files()
             earlier = {tuple(x[:3]): x for group in GROUPS for x in (known or {}).get(group, [])}
             self._state = {group: [fingerprint(path, earlier) for path in files[group]] for group in GROUPS}
-            self._state["reward"] += self._reward
+            self._state["data"] += [[name, 0, 0, digest] for name, digest in self._data_digests().items() if digest]
             self._state["packages"] = _versions()
         return self._state
 
@@ -260,78 +256,3 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
-
-
-# ---- objects --------------------------------------------------------------------------------------------------------
-
-# The fingerprint of a Python object, such as a reward function of a notebook, is its source and the values bound to it.
-# Unlike `hash` and `pickle`, it is the same in every process, and another one after the source was edited.
-
-#: values that are compared; others, such as a list that the function fills, may change while the run goes on
-_PLAIN = (bool, int, float, str, bytes, type(None))
-_DEPTH = 4
-
-
-def object_fingerprint(value: Any) -> list[Any]:
-    """The fingerprint of a function, a class or an object, as `identity.fingerprint` gives that of a file."""
-    text = "\n".join(_described(value, _DEPTH))
-    name = getattr(value, "__name__", type(value).__name__)
-    return [name, len(text), 0, hashlib.sha256(text.encode()).hexdigest()]
-
-
-def _described(value: Any, depth: int) -> Iterator[str]:
-    if isinstance(value, _PLAIN):
-        yield repr(value)
-    elif isinstance(value, tuple | frozenset) and depth:
-        for each in sorted(value, key=repr) if isinstance(value, frozenset) else value:
-            yield from _described(each, depth - 1)
-    elif isinstance(value, functools.partial):
-        yield from _described(value.func, depth)
-        yield from _described((value.args, tuple(sorted(value.keywords.items()))), depth)
-    elif inspect.ismethod(value):
-        yield value.__name__
-        yield from _described(value.__self__, depth)
-    elif inspect.isfunction(value):
-        yield from _of_function(value, depth)
-    elif isinstance(value, type):
-        yield _source(value, value.__qualname__)
-    else:
-        yield _source(type(value), type(value).__qualname__)
-        if depth:
-            attributes = getattr(value, "__dict__", {}).items()
-            yield from _of_mapping({k: v for k, v in attributes if not k.startswith("_")}, depth)
-
-
-def _of_function(function: Callable, depth: int) -> Iterator[str]:
-    function = inspect.unwrap(function)
-    code = function.__code__
-    yield _source(function, f"{code.co_code.hex()} {[c for c in code.co_consts if isinstance(c, _PLAIN)]}")
-    if depth:
-        yield from _described(function.__defaults__ or (), depth - 1)
-        yield from _of_mapping(function.__kwdefaults__ or {}, depth)
-        cells = zip(code.co_freevars, function.__closure__ or ())
-        yield from _of_mapping({name: cell.cell_contents for name, cell in cells if _is_set(cell)}, depth)
-
-
-def _of_mapping(values: Mapping[str, Any], depth: int) -> Iterator[str]:
-    """Names and values that are plain, or functions."""
-    for name in sorted(values):
-        if isinstance(values[name], (*_PLAIN, tuple, frozenset, functools.partial)) or inspect.isroutine(values[name]):
-            yield name
-            yield from _described(values[name], depth - 1)
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
-
-
-def _source(thing: Any, otherwise: str) -> str:
-    """The source of a function or class; what else is known of one that was made by `exec`."""
-    try:
-        return textwrap.dedent(inspect.getsource(thing))
-    except (OSError, TypeError):
-        return otherwise

@@ -20,7 +20,7 @@ from verl.rollout.routed_experts import routed_experts_column
 from verl.utils.coroutines import gather_coroutines, run_coroutine
 from verl.utils.rng import fork_seed
 from verl.weight_sync import SyncReport, WeightSync, local_sync
-from verl.weight_sync.base import RemoteReceiver, SlicedWeights, StoredWeights
+from verl.weight_sync.base import SlicedWeights, StoredWeights
 
 if TYPE_CHECKING:
     from verl.workers.rollout.service import FollowingService, GenerationService
@@ -98,7 +98,6 @@ class Rollout:
                 self.env.device,
                 lora_sync=self.config.lora_sync,
                 has_adapters=self.train_engine.adapter_config() is not None,
-                dtype=self.env.compute_dtype,
                 bucket_bytes=bucket_bytes(self.config),
                 has_shards=self.train_engine.shard_layout() is not None,
                 prefers_shards=self.train_engine.gathers_one_by_one,
@@ -114,7 +113,7 @@ class Rollout:
         """Whether the weights of a checked push cannot be old: the engine generates with the trainer's parameters, or
         what it stores was compared with them."""
         receiver = self.engine.receiver()
-        return receiver is None or isinstance(receiver, StoredWeights | SlicedWeights | RemoteReceiver)
+        return receiver is None or isinstance(receiver, StoredWeights | SlicedWeights)
 
     def canary_response(self, prompt_ids: list[int], max_tokens: int) -> Completion | None:
         """Generate a greedy response, outside of the statistics. None: the engine does not sample the policy, or this

@@ -12,8 +12,8 @@ from verl.engines.parallel import init_process_group, reduce_values
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.utils.device import resolve_device, resolve_dtype
-from verl.weight_sync import AdapterReceiver, SyncReport, TransferGroup, receive_collective, receive_disk
-from verl.weight_sync.base import AdapterConfig, is_check_due
+from verl.weight_sync import AdapterReceiver, SyncReport, TransferGroup, receive_collective
+from verl.weight_sync.base import AdapterConfig
 from verl.workers.rollout.methods import NO_TIMEOUT, RolloutMethods, rollout_env
 from verl.workers.rollout.role import Rollout
 from verl.workers.rollout.service import FollowingService, GenerationService
@@ -56,7 +56,6 @@ class RolloutWorker(RolloutMethods):
         self.device, self.timeout, self._pause_limit = on, timeout, pause_limit
         self.rollout = Rollout(rollout, model, env, **generation)
         self._group: TransferGroup | None = None
-        self._last_check: int | None = None  # version whose stored weights were compared
         self._service: GenerationService | FollowingService | None = None
         self._is_paused = False
 
@@ -88,14 +87,8 @@ class RolloutWorker(RolloutMethods):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self, version: int) -> SyncReport:
-        """Receive one push of the actor, concurrently with its `push_weights` (disk: afterwards)."""
-        receiver, config = self.rollout.engine.receiver(), self.rollout.config
-        if self._group is None:
-            compares = is_check_due(version, self._last_check, config.check_every)
-            report = receive_disk(receiver, config.weight_sync_dir, version, compares)
-            self._last_check = version if compares else self._last_check
-        else:
-            report = receive_collective(receiver, self._group, version)
+        """Receive one push of the actor, concurrently with its `push_weights`."""
+        report = receive_collective(self.rollout.engine.receiver(), self._group, version)
         self.rollout.engine.weight_version = version
         return report
 

@@ -1,4 +1,4 @@
-"""Calibration of this host: rates of matmuls, memory and collectives, and of this project's engines on a small model.
+"""Rates of this host, for benchmarks/planner.py: matmuls, memory, collectives, and the engines on a small model.
 
 A pass over few tokens gives the fixed costs of a layer, passes over many give the factors `forward`, `backward` and
 `decode`, which correct the analytic model. Figures are medians; those of collectives are minima.
@@ -24,7 +24,7 @@ from verl.engines.torch_engine import TorchEngine
 from verl.modeling import attention
 from verl.planner import step_time
 from verl.planner.devices import Device
-from verl.planner.host import base_profile
+from verl.planner.host import host_profile
 from verl.planner.shapes import ModelShape
 from verl.planner.workload import Job, Role
 from verl.protocol import DataProto
@@ -45,7 +45,7 @@ def calibrate(device: torch.device, log: Callable[[str], None] = lambda line: No
     Args:
         log: receives a line per measurement.
     """
-    profile = base_profile(device)
+    profile = host_profile(device)
     size = 8192 if device.type == "cuda" else 512
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a = torch.randn(size, size, device=device, dtype=dtype)
