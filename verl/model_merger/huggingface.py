@@ -1,11 +1,9 @@
 """The HuggingFace model of a checkpoint: its class, its tensors, and their names on disk."""
 
 import hashlib
-import logging
 import math
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,11 +13,6 @@ from typing import Any
 import torch
 
 from verl.model_merger.sources import SafetensorsFolder, Shape, WeightSource, same_bits
-
-logger = logging.getLogger("verl.model_merger")
-
-#: everything up to the first number: `model.layers.3`
-_LAYER = re.compile(r"^.*?\.\d+(?=\.)")
 
 _AUTO_CLASSES = {
     "ForCausalLM": "AutoModelForCausalLM",
@@ -139,35 +132,17 @@ def refuse_faults(model: ModelDescription, faults: list[str]) -> None:
 
 
 class Export:
-    """The tensors of a model as stored in a HuggingFace folder: renamed, split and cast, one group at a time.
+    """The weights of a checkpoint as a model.
 
-    transformers stores some weights differently in memory than on disk (the experts of a layer in one tensor).
-    Checkpoints use the names in memory, so they are converted back, one layer at a time.
+    Args:
+        dtype: of floating-point tensors; None: unchanged.
     """
 
     def __init__(self, source: WeightSource, model: ModelDescription, dtype: torch.dtype | None):
-        """ValueError if the weights do not match the model. dtype: of floating-point tensors; None: unchanged."""
         self.source, self.model, self.dtype = source, model, dtype
         infos = source.infos(model.shapes)
         self._tied = {name: target for name, target in model.tied.items() if name in infos and target in infos}
         self.infos = {name: info for name, info in infos.items() if name not in self._tied}
-        self._groups = list(_groups(self.infos, model.shapes))
-        self._check_names()
-
-    def _check_names(self) -> None:
-        """Compare with the model before anything is written.
-
-        Names that are not in the model may be names on disk. They are checked when transformers loads the result.
-        """
-        expected = self.model.shapes
-        if not self.infos.keys() <= expected.keys():
-            return
-        present = {*self.infos, *(name for name, target in self.model.tied.items() if target in self.infos)}
-        present |= {target for name, target in self.model.tied.items() if name in self.infos}
-        faults = [f"missing: {name}" for name in expected if name not in present]
-        shapes = {name: info.shape for name, info in self.infos.items() if info.shape != expected[name]}
-        faults += [f"{name}: expected shape {expected[name]}, found {shape}" for name, shape in shapes.items()]
-        refuse_faults(self.model, faults)
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -178,100 +153,70 @@ class Export:
                 sizes[self.dtype or info.dtype] += math.prod(info.shape)
         return sizes.most_common(1)[0][0]
 
-    def check_tied(self) -> None:
-        """Raise ValueError if tied tensors have different contents."""
+    def load(self) -> Any:
+        """Read the weights into a model of transformers.
+
+        Raises:
+            ValueError: weights that are not those of the model, NaN or infinite values, or tied tensors with different
+                contents.
+        """
         for name, target in self._tied.items():
             if not same_bits(self.source.read(name), self.source.read(target)):
                 raise ValueError(
                     f"{name} and {target} differ, but config.json ties them (tie_word_embeddings): "
                     "set it to false if they were trained separately"
                 )
+        module, faults = build(self.model, None, {name: self._read(name) for name in self.infos}, self.main_dtype)
+        refuse_faults(self.model, faults)
+        return module
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name on disk, tensor). Raises ValueError for NaN or infinite weights."""
-        from transformers.core_model_loading import revert_weight_conversion
-
-        for names in self._groups:
-            group = {name: self.source.read(name) for name in names}
-            for name, tensor in group.items():
-                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                    raise ValueError(f"{name} contains NaN or infinite values: training diverged")
-            group = {name: self._cast(tensor) for name, tensor in group.items()}
-            if group.keys() <= self.model.shapes.keys():  # others have names on disk, saved by an older transformers
-                group = revert_weight_conversion(self.model.module, group)
-            yield from group.items()
-
-    def source_tensors(self) -> dict[str, torch.Tensor]:
-        """Return all tensors, cast, under their names in the source."""
-        return {name: self._cast(self.source.read(name)) for name in self.infos}
-
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
+    def _read(self, name: str) -> torch.Tensor:
+        tensor = self.source.read(name)
+        if not tensor.is_floating_point():
+            return tensor
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{name} contains NaN or infinite values: training diverged")
+        return tensor if self.dtype is None else tensor.to(self.dtype)
 
 
-def _groups(names: Iterable[str], in_memory: Mapping[str, Shape]) -> Iterator[list[str]]:
-    """Yield the names layer by layer; names outside of layers, and names on disk, one by one."""
-    layers: dict[str, list[str]] = {}
-    for name in names:
-        match = _LAYER.match(name) if name in in_memory else None
-        layers.setdefault(match[0] if match else name, []).append(name)
-    yield from layers.values()
+def disk_tensors(model: ModelDescription, module: Any) -> dict[str, torch.Tensor]:
+    """The weights of a model by their names on disk.
+
+    transformers stores some weights differently in memory than on disk (the experts of a layer in one tensor).
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = {name: tensor for name, tensor in module.state_dict().items() if name not in model.tied}
+    return revert_weight_conversion(model.module, state)
 
 
 # ---- verification ---------------------------------------------------------------------------------------------------
 
-#: tolerated difference relative to the largest logit: with equal weights, the order of summation may still differ
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
-
-def check_against_checkpoint(folder: Path, export: Export) -> float:
-    """Load the folder with transformers and compare it with the checkpoint's weights, read a second time.
-
-    Compares the checksum of every tensor, and the logits of a few tokens. One model is in memory at a time.
-
-    Returns:
-        The largest absolute difference of logits.
+def check_folder(folder: Path, export: Export, expected: dict[str, str]) -> None:
+    """Load a folder with transformers, and compare it with the `checksums` of the checkpoint's model.
 
     Raises:
-        ValueError: For missing or unexpected weights, or if a tensor or the logits differ.
+        ValueError: For missing or unexpected weights, or if a tensor differs.
     """
-    merged, merged_sums = _load(export, folder, None)
-    expected, expected_sums = _load(export, None, export.source_tensors())
-    differing = [name for name, checksum in expected_sums.items() if merged_sums[name] != checksum]
-    if differing:
+    module, faults = build(export.model, folder, None, export.main_dtype)
+    refuse_faults(export.model, faults)
+    found = checksums(module)
+    if differing := [name for name, checksum in expected.items() if found[name] != checksum]:
         raise ValueError(
             f"{differing[0]} of the merged model differs from the checkpoint: the merge failed, nothing was written"
         )
-    difference = (merged - expected).abs().max().item()
-    if not difference <= _TOLERANCE[export.main_dtype] * expected.abs().max().item():
-        raise ValueError(
-            f"the logits of the merged model differ from the checkpoint's by up to {difference:.3g} "
-            f"(largest logit: {expected.abs().max().item():.3g}): the merge failed, nothing was written"
-        )
-    return difference
 
 
-def _load(
-    export: Export, folder: Path | None, weights: dict[str, torch.Tensor] | None
-) -> tuple[torch.Tensor, dict[str, str]]:
-    """Return logits and the checksum of every tensor of a model that is freed afterwards."""
-    module, faults = build(export.model, folder, weights, export.main_dtype)
-    refuse_faults(export.model, faults)
+def checksums(module: Any) -> dict[str, str]:
+    """The checksum of every tensor of a model."""
+    state = module.state_dict()
     with ThreadPoolExecutor(8) as pool:  # hashing releases the GIL
-        state = module.state_dict()
-        return _logits(module), dict(zip(state, pool.map(_checksum, state.values())))
+        return dict(zip(state, pool.map(_checksum, state.values())))
 
 
 def _checksum(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
-
-
-def _logits(module: Any) -> torch.Tensor:
-    """Return the logits of 16 tokens spread over the vocabulary, (1, 16, V) or (1, 16, labels) float32."""
-    vocabulary = module.get_input_embeddings().weight.shape[0]
-    ids = (torch.arange(16)[None] * 7919 + 1) % vocabulary  # multiples of a large prime
-    with torch.no_grad():
-        return module.eval()(input_ids=ids).logits.float()
 
 
 def first_difference(written: SafetensorsFolder, base: SafetensorsFolder) -> str | None:

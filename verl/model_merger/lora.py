@@ -1,4 +1,4 @@
-"""LoRA adapters: merge them into their base weights, or export them in peft's format.
+"""LoRA adapters, merged into their base weights.
 
 W + (alpha / r) B A  (Hu et al. 2021, "LoRA", arXiv:2106.09685); alpha / sqrt(r) with rsLoRA (Kalajdzievski 2023,
 arXiv:2312.03732). The weight files do not contain alpha. It is read from the files in which trainers record it, and
@@ -251,46 +251,7 @@ class MergedAdapters(WeightSource):
             self.source.read(pair["B"]).count_nonzero() for pair in self._matrices.values()
         )
 
-    # ---- export -----------------------------------------------------------------------------------------------------
-
-    def adapter_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the adapters under the names of peft's files."""
-        tensors = {
-            f"{PREFIX}{_module(inner)}.lora_{which}.weight": self.source.read(inner).contiguous()
-            for pair in self._matrices.values()
-            for which, inner in pair.items()
-        }
-        for name, inner in self._inner.items():
-            if _FULLY_TRAINED.fullmatch(inner.removeprefix(PREFIX)):
-                tensors[PREFIX + name] = self.source.read(inner).contiguous()
-        return tensors
-
-    def adapter_config(self, base_model: str | None, task_type: str) -> dict[str, Any]:
-        """Return adapter_config.json: that of the run if recorded, otherwise derived from the matrices."""
-        infos = self.source.infos({})
-        ranks = {_module(pair["A"]): infos[pair["A"]].shape[0] for pair in self._matrices.values()}
-        rank = max(set(ranks.values()), key=list(ranks.values()).count)
-        derived = {
-            "peft_type": "LORA",
-            "task_type": task_type,
-            "base_model_name_or_path": base_model,
-            "r": rank,
-            "rank_pattern": {module: r for module, r in ranks.items() if r != rank},
-            "target_modules": sorted(ranks),
-            "modules_to_save": sorted(self._fully_trained) or None,
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "use_rslora": self.settings.rank_stabilized,
-            "fan_in_fan_out": self.settings.transposed,
-        }
-        return {**derived, **self.settings.config, "lora_alpha": self.settings.alpha, "inference_mode": True}
-
 
 def _experts(weight: torch.Tensor) -> int:
     """Number of experts of a fused weight; 1 for a matrix."""
     return len(weight) if weight.ndim == 3 else 1
-
-
-def _module(inner: str) -> str:
-    """Module of the name of a matrix in the source."""
-    return _MATRIX.fullmatch(inner.removeprefix(PREFIX))["module"]
