@@ -4,12 +4,14 @@ import hashlib
 import io
 import json
 import logging
+import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -19,9 +21,9 @@ from verl.data.dataset import Prompt, PromptDataset, rows_to_use
 from verl.data.files import Rows, read_rows
 from verl.data.forms import PROMPTS, find_column, note_columns
 from verl.data.media import media_columns
-from verl.data.media_files import relocated
 from verl.data.media_source import FEWER_IMAGE_TOKENS
 from verl.data.tokenization import TokenTable, refuse_media
+from verl.utils.paths import resolved
 
 RESPONSES = "responses"
 """The column with the responses in the output file."""
@@ -175,6 +177,48 @@ def _relocated(prompts: PromptSet, index: int, row: Mapping[str, Any], folder: P
     return {name: relocated(row[name], start, folder, name != prompts.prompt_key) for name in columns if name in row}
 
 
+#: keys of a content part or a source that may be a path
+_PATH_KEYS = ("image", "images", "video", "videos", "path", "url", "image_url", "content")
+
+
+def relocated(value: Any, folder: Path, target: Path, is_source: bool = True) -> Any:
+    """A value of a row whose paths of images and videos start from another folder.
+
+    Args:
+        value: of a column with images, videos or chat messages.
+        folder: where its relative paths start.
+        target: where those of the result start. Paths that are absolute, and texts that are no file, are kept.
+        is_source: whether `value` itself may be a path; false for a column of prompts.
+    """
+
+    def moved(text: str, key: str) -> str:
+        is_path = key != "content" if key else is_source
+        is_relative = is_path and not text.startswith(("data:", "http://", "https://", "file://", "~"))
+        is_moved = is_relative and not Path(text).is_absolute() and _is_file(folder / text)
+        return os.path.relpath(resolved(folder) / text, resolved(target)) if is_moved else text
+
+    return _with_texts(value, moved)
+
+
+def _with_texts(value: Any, convert: Callable[[str, str], str], key: str = "") -> Any:
+    """A value of a row in which every text that may be a path is `convert(text, key)`. key: of the text in a dict."""
+    if isinstance(value, str):
+        return convert(value, key)
+    if isinstance(value, Mapping):
+        is_path = value.get("bytes") is None
+        return {**value, **{k: _with_texts(value[k], convert, k) for k in _PATH_KEYS if k in value and is_path}}
+    if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object):
+        return [_with_texts(each, convert, key) for each in value]
+    return value
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a text that is no path
+        return False
+
+
 # ---- responses on disk during generation ----------------------------------------------------------------------------
 
 # So that a run killed at any moment can resume:
@@ -261,18 +305,10 @@ class ResponseShards:
         )
 
     def open(self) -> None:
-        """Create the folder, and warn of shards of other settings next to it."""
+        """Create the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.folder / "settings.json") as draft:
             draft.write_text(json.dumps(self.settings, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        for other in sorted(self.folder.parent.glob("*/settings.json")):
-            if other.parent != self.folder:
-                logger.warning(
-                    "%s contains responses generated with other settings (%s); they are not used. Delete the folder if "
-                    "you do not need them",
-                    other.parent,
-                    describe_changes(json.loads(other.read_text(encoding="utf-8")), self.settings),
-                )
 
     def prompt_indices(self, shard: int) -> range:
         """Return the indices of the prompts of a shard."""

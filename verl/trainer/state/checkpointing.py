@@ -167,7 +167,7 @@ class Checkpointer:
                 self.run.inputs.tokenizer.save_pretrained(folder / role / "huggingface")
                 copy_processor_files(self.run.inputs.model, folder / role / "huggingface")
             state = {"global_step": step, "flow": self.pipeline.state_dict(), "rng": rng_state()}
-            state |= {"validations": self.watch.state_dict(), **self._fingerprints}
+            state |= {"validations": self.watch.state_dict(), "data": self._fingerprint}
             state |= {"rollbacks": self.rollbacks, "identity": self.identity.state()}
             save_state(state | {"config": redacted(to_flat_dict(self.config))}, folder, "trainer")
             (folder / "config.yaml").write_text(dump_config(self.config, redact=True), encoding="utf-8")
@@ -363,31 +363,19 @@ class Checkpointer:
             )
 
     @cached_property
-    def _fingerprints(self) -> dict[str, str | None]:
-        """What tells rows ("data") and images ("media") of the training data from others; None for a custom dataset."""
+    def _fingerprint(self) -> str | None:
+        """What tells rows of the training data from others; None for a custom dataset."""
         dataset = self.run.inputs.train_dataset
-        if not isinstance(dataset, TokenizedDataset):
-            return {"data": None, "media": None}
-        return {"data": dataset.fingerprint, "media": dataset.media_fingerprint}
+        return dataset.fingerprint if isinstance(dataset, TokenizedDataset) else None
 
     def _check_inputs(self, saved: Mapping[str, Any], folder: Path) -> None:
-        """Raise ValueError if rows in memory, or images or videos, are not those of the checkpoint. `Identity` compares
-        files."""
-        before, now = saved.get("data"), self._fingerprints["data"]
+        """Raise ValueError if rows in memory are not those of the checkpoint. `Identity` compares files."""
+        before, now = saved.get("data"), self._fingerprint
         if before and now and before != now and (before.startswith(IN_MEMORY) or now.startswith(IN_MEMORY)):
             raise ValueError(
                 f"{folder} was written by a run with other training rows. To start another run, set a new "
                 "trainer.experiment_name or trainer.default_local_dir; to resume, give the rows of that run"
             )
-        if saved.get("media") in (None, self._fingerprints["media"]):
-            return
-        text = "images or videos of the training data have other contents than in the run that wrote it"
-        if "data" not in self.config.trainer.allow_change:
-            raise ValueError(
-                f"{folder}: {text}. To start another run, set a new trainer.experiment_name or "
-                "trainer.default_local_dir; to continue with the new files, set trainer.allow_change=[data]"
-            )
-        logger.warning("allowed change of the experiment: %s", text)
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 
