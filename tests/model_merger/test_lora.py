@@ -69,8 +69,8 @@ NOT_RECORDED = r"scaled by lora_alpha, and lora_alpha is not recorded in any of 
         ({"lora_alpha": 0}, {}, NOT_RECORDED),
         ({"lora_alpha": 16, "meta": 32}, {}, r"has different values: .*16.*32"),
         ({"lora_alpha": 16}, {"lora_alpha": -1}, "--lora_alpha: expected a positive number, found -1"),
-        ({"lora_alpha": ALPHA, "use_dora": True}, {}, "uses use_dora"),
-        ({"lora_alpha": ALPHA, "alpha_pattern": {"q_proj": 4}}, {}, "uses alpha_pattern"),
+        ({"lora_alpha": ALPHA, "use_dora": True}, {}, "the adapter is incomplete.*magnitude"),
+        ({"lora_alpha": ALPHA, "target_modules": ["q_proj"]}, {}, "the adapter is incomplete.*down_proj"),
         (None, {"lora_alpha": 16}, "--lora_alpha is set, but the checkpoint contains no LoRA adapters"),
     ],
 )
@@ -118,7 +118,7 @@ def test_weights_that_are_stored_transposed(tmp_path):
     state[f"{inner}.lora_A.default.weight"] = a = torch.randn(2, 8)
     state[f"{inner}.lora_B.default.weight"] = b = torch.randn(8, 2)
     actor = plain_checkpoint(tmp_path / "actor", model, state)
-    record(actor, lora_alpha=4, fan_in_fan_out=True)
+    record(actor, lora_alpha=4, fan_in_fan_out=True, r=2)
     merge(MergeOptions(actor, tmp_path / "merged"))
     found = load_file(tmp_path / "merged" / "model.safetensors")["transformer.h.0.attn.c_proj.weight"]
     torch.testing.assert_close(found, weight + 2 * (b @ a).T)

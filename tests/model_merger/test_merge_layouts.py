@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from verl.model_merger.merge import MergeOptions, compare, merge
 
-LAYOUTS = ["fsdp2", "fsdp2 of 4", "hsdp", "fsdp1", "fsdp1 without mesh", "fsdp1 hybrid", "one rank", "rows"]
+LAYOUTS = ["fsdp2", "fsdp2 of 4", "hsdp", "fsdp1", "fsdp1 hybrid", "one rank", "replicas"]
 LAYOUTS += ["ours", "one device"]
 
 
@@ -30,8 +30,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     [
         *((f"{layout}/actor", "trained") for layout in LAYOUTS),
         *((f"{layout}/critic", "critic") for layout in ("value", "our value")),
-        # experts are split as on disk, and buffers of every rank are not joined
-        *((f"{layout}/actor", "experts") for layout in ("moe", "moe rows")),
+        ("moe/actor", "experts"),  # experts are split as on disk, and buffers of every rank are not joined
     ],
 )
 def test_every_layout_merges_to_the_model_that_was_trained(layout, model, made, tmp_path):
@@ -72,27 +71,6 @@ def test_another_dtype_is_the_rounded_model_and_config_says_so(dtype, made, tmp_
     assert_same(tensors(tmp_path / "merged"), {name: t.to(of) for name, t in tensors(made / "trained").items()})
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").dtype == of
     assert compare("fsdp", made / "fsdp2" / "actor", tmp_path / "merged", None, False) == []
-
-
-def test_the_target_may_be_the_config_folder_of_the_checkpoint(copied, made):
-    actor = copied("fsdp2") / "actor"
-    before = {path.name for path in (actor / "huggingface").iterdir()}
-    for _ in range(2):  # again replaces what the first has written
-        merge(MergeOptions(actor, actor / "huggingface"))
-        assert_same(tensors(actor / "huggingface"), tensors(made / "trained"))
-    assert {path.name for path in (actor / "huggingface").iterdir()} == before | {"model.safetensors"}
-    assert not list(actor.glob(".*"))
-
-
-def test_a_checkpoint_of_one_device_is_a_model_where_it_lies(copied, caplog):
-    actor = copied("one device") / "actor"
-    before = {path: path.stat().st_mtime_ns for path in actor.rglob("*")}
-    with caplog.at_level("INFO", "verl"):
-        merge(MergeOptions(actor, actor / "huggingface"))
-    assert "is already a HuggingFace model: verified, nothing written" in caplog.text
-    assert {path: path.stat().st_mtime_ns for path in actor.rglob("*")} == before
-    with pytest.raises(ValueError, match="is the checkpoint itself"):
-        merge(MergeOptions(actor, actor / "huggingface", dtype="bfloat16"))
 
 
 def test_files_of_the_user_stay_in_a_target_that_is_overwritten(made, tmp_path):

@@ -1,18 +1,14 @@
 """The HuggingFace model of a checkpoint: its class, its tensors, and their names on disk."""
 
 import hashlib
-import math
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from verl.model_merger.sources import SafetensorsFolder, Shape, WeightSource, same_bits
+from verl.model_merger.sources import SafetensorsFolder, WeightSource, main_dtype, same_bits
 
 _AUTO_CLASSES = {
     "ForCausalLM": "AutoModelForCausalLM",
@@ -22,27 +18,8 @@ _AUTO_CLASSES = {
 }
 
 
-@dataclass(frozen=True)
-class ModelDescription:
-    """A model without weights.
-
-    Attributes:
-        shapes: Tensor name in memory -> shape.
-        tied: Name of a tied tensor -> name of the tensor it is tied to.
-    """
-
-    module: Any
-    shapes: dict[str, Shape]
-    tied: dict[str, str]
-
-    @property
-    def config(self) -> Any:
-        """The HuggingFace config."""
-        return self.module.config
-
-
-def describe(config_folder: Path, names: Iterable[str], trust_remote_code: bool) -> ModelDescription:
-    """Return the model described by the config and the tensor names.
+def describe(config_folder: Path, names: Iterable[str], trust_remote_code: bool) -> Any:
+    """Return the model described by the config and the tensor names, without weights.
 
     A critic is recognized by its `score.` weights, since its config may be that of the language model it was
     initialized from. It has one output per token.
@@ -70,65 +47,48 @@ def describe(config_folder: Path, names: Iterable[str], trust_remote_code: bool)
         )
     auto = getattr(transformers, _AUTO_CLASSES[ending])
     with torch.device("meta"):
-        module = auto.from_config(config, trust_remote_code=trust_remote_code)
-    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    return ModelDescription(module, shapes, dict(module.all_tied_weights_keys))
+        return auto.from_config(config, trust_remote_code=trust_remote_code)
 
 
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Disable progress bars and the table of missing keys, which are reported as errors here."""
-    from transformers.utils import logging as hf_logging
-
-    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(verbosity)
-        if bars:
-            hf_logging.enable_progress_bar()
-
-
-def build(
-    model: ModelDescription, folder: Path | None, weights: dict[str, torch.Tensor] | None, dtype: torch.dtype
-) -> tuple[Any, list[str]]:
-    """Build the model with the weights of a folder or of a dict.
+def build(model: Any, folder: Path | None, weights: dict[str, torch.Tensor] | None, dtype: torch.dtype) -> Any:
+    """Build a model with the weights of a folder or of a dict.
 
     Args:
+        model: From `describe`.
         weights: Name -> tensor, or None. Tensors that already have `dtype` are not copied.
 
-    Returns:
-        The model, and descriptions of missing, unexpected and mismatched weights.
+    Raises:
+        ValueError: Missing, unexpected or mismatched weights.
     """
-    with quiet_transformers():
-        module, report = type(model.module).from_pretrained(
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its table of missing keys is replaced by the error below
+    logging.disable_progress_bar()
+    try:
+        module, report = type(model).from_pretrained(
             folder,
             config=None if folder is not None else model.config,
             state_dict=weights,
             dtype=dtype,
-            attn_implementation="eager",
-            experts_implementation="eager",  # grouped matmuls have no float64
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported, with all others at once
         )
+    finally:
+        logging.set_verbosity(verbosity)
     faults = [f"missing: {name}" for name in sorted(report["missing_keys"])]
     faults += [f"not in the model: {name}" for name in sorted(report["unexpected_keys"])]
     faults += [
         f"{name}: expected shape {tuple(expected)}, found {tuple(shape)}"
         for name, shape, expected in sorted(report["mismatched_keys"])
     ]
-    return module, faults + [str(message) for message in report["error_msgs"]]
-
-
-def refuse_faults(model: ModelDescription, faults: list[str]) -> None:
-    """Raise ValueError with the first faults, if there are any."""
+    faults += map(str, report["error_msgs"])
     if faults:
         raise ValueError(
-            f"the weights do not match {type(model.module).__name__} with this config.json: "
+            f"the weights do not match {type(module).__name__} with this config.json: "
             f"{'; '.join(faults[:6])}{f'; and {len(faults) - 6} more' if len(faults) > 6 else ''}"
         )
+    return module
 
 
 class Export:
@@ -138,20 +98,13 @@ class Export:
         dtype: of floating-point tensors; None: unchanged.
     """
 
-    def __init__(self, source: WeightSource, model: ModelDescription, dtype: torch.dtype | None):
+    def __init__(self, source: WeightSource, model: Any, dtype: torch.dtype | None):
         self.source, self.model, self.dtype = source, model, dtype
-        infos = source.infos(model.shapes)
-        self._tied = {name: target for name, target in model.tied.items() if name in infos and target in infos}
-        self.infos = {name: info for name, info in infos.items() if name not in self._tied}
-
-    @property
-    def main_dtype(self) -> torch.dtype:
-        """The floating-point dtype of most values of the result."""
-        sizes: Counter[torch.dtype] = Counter()
-        for info in self.infos.values():
-            if info.dtype.is_floating_point:
-                sizes[self.dtype or info.dtype] += math.prod(info.shape)
-        return sizes.most_common(1)[0][0]
+        names = source.names()
+        self._tied = {
+            name: target for name, target in model.all_tied_weights_keys.items() if name in names and target in names
+        }
+        self._names = [name for name in names if name not in self._tied]
 
     def load(self) -> Any:
         """Read the weights into a model of transformers.
@@ -166,9 +119,8 @@ class Export:
                     f"{name} and {target} differ, but config.json ties them (tie_word_embeddings): "
                     "set it to false if they were trained separately"
                 )
-        module, faults = build(self.model, None, {name: self._read(name) for name in self.infos}, self.main_dtype)
-        refuse_faults(self.model, faults)
-        return module
+        tensors = {name: self._read(name) for name in self._names}
+        return build(self.model, None, tensors, main_dtype(tensors.values()))
 
     def _read(self, name: str) -> torch.Tensor:
         tensor = self.source.read(name)
@@ -179,30 +131,28 @@ class Export:
         return tensor if self.dtype is None else tensor.to(self.dtype)
 
 
-def disk_tensors(model: ModelDescription, module: Any) -> dict[str, torch.Tensor]:
+def disk_tensors(model: Any, module: Any) -> dict[str, torch.Tensor]:
     """The weights of a model by their names on disk.
 
     transformers stores some weights differently in memory than on disk (the experts of a layer in one tensor).
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    state = {name: tensor for name, tensor in module.state_dict().items() if name not in model.tied}
-    return revert_weight_conversion(model.module, state)
+    state = {name: tensor for name, tensor in module.state_dict().items() if name not in model.all_tied_weights_keys}
+    return revert_weight_conversion(model, state)
 
 
 # ---- verification ---------------------------------------------------------------------------------------------------
 
 
-def check_folder(folder: Path, export: Export, expected: dict[str, str]) -> None:
+def check_folder(folder: Path, model: Any, dtype: torch.dtype, expected: dict[str, str]) -> None:
     """Load a folder with transformers, and compare it with the `checksums` of the checkpoint's model.
 
     Raises:
         ValueError: For missing or unexpected weights, or if a tensor differs.
     """
-    module, faults = build(export.model, folder, None, export.main_dtype)
-    refuse_faults(export.model, faults)
-    found = checksums(module)
-    if differing := [name for name, checksum in expected.items() if found[name] != checksum]:
+    result = checksums(build(model, folder, None, dtype))
+    if differing := [name for name, checksum in expected.items() if result[name] != checksum]:
         raise ValueError(
             f"{differing[0]} of the merged model differs from the checkpoint: the merge failed, nothing was written"
         )
