@@ -289,7 +289,7 @@ BAD = {
     "rollout.top_k=0": "found 0, expected int >= 1, or -1 for all tokens",
     "rollout.response_length=5000": "positions (max_position_embeddings): set rollout.response_length=40",
     "model.override_config.hiden_size=1": "did you mean 'hidden_size'?",
-    "rollout.prompt_length=4": "prompts are longer than 4 tokens, the first: ",
+    "rollout.prompt_length=4": "prompts are longer than 4 tokens; the first is ",
     "model.path=./nowhere": "there is no folder './nowhere'",
     "model.path=null": "model.path (override 'model.path=null'): missing",
     "rollout.name=trtllm": "'trtllm' is not supported yet: use ",

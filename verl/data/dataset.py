@@ -73,8 +73,8 @@ class TokenizedDataset(Dataset):
 
     @property
     def fingerprint(self) -> str:
-        """See `verl.data.files.fingerprint`."""
-        return fingerprint(self._rows, self.data_files)
+        """A digest of rows in memory; of files, their names."""
+        return ", ".join(self.data_files) if self._rows is None else fingerprint(self._rows)
 
     def _has_template(self) -> bool:
         return self.chat_template is not None or self.tokenizer.chat_template is not None

@@ -254,14 +254,8 @@ def _with_all_keys(rows: Sequence[Any]) -> list[dict[str, Any]]:
     return [empty | dict(row) for row in rows]
 
 
-def fingerprint(rows: Rows | None, files: Sequence[str]) -> str:
-    """A text that identifies training data: the sizes of files on disk, or a digest of rows in memory.
-
-    Of many rows, at most 10,000 evenly spaced ones are read.
-    """
-    if rows is None:
-        sizes = [Path(file).stat().st_size for file in files if os.path.isfile(file)]
-        return "bytes of the files: " + ", ".join(map(str, sizes))
+def fingerprint(rows: Rows) -> str:
+    """A digest of rows in memory. Of many rows, at most 10,000 evenly spaced ones are read."""
     digest = hashlib.sha256(str(len(rows)).encode())
     for row in (rows[i] for i in range(0, len(rows), 1 + len(rows) // 10_000)):
         # the type stands for a value that is not JSON: its text may contain an address in memory

@@ -5,7 +5,6 @@ hub or a folder: one that `save_to_disk` wrote, or one with data files. The spli
 for `data.val_files`).
 """
 
-import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -39,7 +38,6 @@ class _Converted(Sequence):
             raise ValueError(f"{self._name}, row {index} (the first is 0): {error}") from error
 
 
-@functools.lru_cache(maxsize=16)  # a run opens a dataset twice: to count its rows, and to read them
 def open_dataset(entry: str | Path) -> RowTable:
     """Load a hub dataset or a folder. The rows are memory-mapped by `datasets`.
 

@@ -8,7 +8,6 @@ package may still fail to load; this process imports nothing heavy.
 """
 
 import os
-import resource
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,6 @@ GIB = 2**30
 
 DISK_GIB = 10.0
 SHARED_MEMORY_GIB = 1.0
-OPEN_FILES = 65536
 
 __all__ = ["Check", "EnvReport", "check_env", "inspect_env"]
 
@@ -130,16 +128,6 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> Check | None:
     return Check("shared memory", NOTE, f"{total:.2f} GiB: too little for several processes (NCCL, Ray, loaders)", fix)
 
 
-def check_open_files() -> Check:
-    """Limit of open files and sockets per process: many workers need thousands."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    if soft == unlimited or soft >= OPEN_FILES // 8:
-        return Check("open files", OK, "unlimited" if soft == unlimited else str(soft))
-    reachable = OPEN_FILES if hard == unlimited else min(hard, OPEN_FILES)
-    return Check("open files", NOTE, f"{soft}: Ray and many workers need more", f"ulimit -n {reachable}")
-
-
 # ---- the check ------------------------------------------------------------------------------------------------------
 
 #: mode -> checks that it needs
@@ -196,7 +184,6 @@ def inspect_env() -> EnvReport:
         *packages.check_optional(probes),
         check_disk(),
         check_shared_memory(),
-        check_open_files(),
     ]
     present = tuple(check for check in checks if check is not None)
     return EnvReport(present, possible_modes(present))

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from verl.checkpoints.atomic import atomic_write, check_folder
 from verl.config.schema.offline import GenerationConfig
-from verl.data.dataset import Prompt, PromptDataset, rows_to_use
+from verl.data.dataset import Prompt, PromptDataset, describe_overlong, rows_to_use
 from verl.data.files import Rows, read_rows
 from verl.data.forms import PROMPTS, find_column, note_columns
 from verl.data.media import media_columns
@@ -88,15 +88,12 @@ class PromptSet(PromptDataset):
         return super()._check_and_decode(row, rows, index, [index])
 
     def _check_lengths(self, limit: int) -> None:
-        lengths = [len(ids) for ids in self.prompt_ids]
-        too_long = [i for i, length in enumerate(lengths) if length > limit]
-        if too_long:
-            first, longest = too_long[0], max(lengths)
+        overlong = {i: len(ids) for i, ids in enumerate(self.prompt_ids) if len(ids) > limit}
+        if overlong:
             fixes = "raise the limit" if self.media is None else f"raise the limit, {FEWER_IMAGE_TOKENS}"
             raise ValueError(
-                f"rollout.prompt_length: {len(too_long):,} of {len(lengths):,} prompts are longer than {limit:,} "
-                f"tokens, the first: {self.rows.location(first)}, with {lengths[first]:,}; the longest has "
-                f"{longest:,}: {fixes}, or remove these rows from the file"
+                f"rollout.prompt_length: {len(overlong):,} of {len(self):,} prompts are longer than {limit:,} tokens; "
+                f"{describe_overlong(overlong, self.rows)}: {fixes}, or remove these rows from the file"
             )
 
 
@@ -188,27 +185,17 @@ def relocated(value: Any, folder: Path, target: Path, is_source: bool = True) ->
         value: of a column with images, videos or chat messages.
         folder: where its relative paths start.
         target: where those of the result start. Paths that are absolute, and texts that are no file, are kept.
-        is_source: whether `value` itself may be a path; false for a column of prompts.
+        is_source: whether a text may be a path; false for a column of prompts.
     """
-
-    def moved(text: str, key: str) -> str:
-        is_path = key != "content" if key else is_source
-        is_relative = is_path and not text.startswith(("data:", "http://", "https://", "file://", "~"))
-        is_moved = is_relative and not Path(text).is_absolute() and _is_file(folder / text)
-        return os.path.relpath(resolved(folder) / text, resolved(target)) if is_moved else text
-
-    return _with_texts(value, moved)
-
-
-def _with_texts(value: Any, convert: Callable[[str, str], str], key: str = "") -> Any:
-    """A value of a row in which every text that may be a path is `convert(text, key)`. key: of the text in a dict."""
     if isinstance(value, str):
-        return convert(value, key)
+        is_relative = is_source and not value.startswith(("data:", "http://", "https://", "file://", "~", "/"))
+        is_moved = is_relative and _is_file(folder / value)
+        return os.path.relpath(resolved(folder) / value, resolved(target)) if is_moved else value
     if isinstance(value, Mapping):
-        is_path = value.get("bytes") is None
-        return {**value, **{k: _with_texts(value[k], convert, k) for k in _PATH_KEYS if k in value and is_path}}
+        names = [name for name in _PATH_KEYS if name in value and value.get("bytes") is None]
+        return {**value, **{name: relocated(value[name], folder, target, name != "content") for name in names}}
     if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object):
-        return [_with_texts(each, convert, key) for each in value]
+        return [relocated(each, folder, target, is_source) for each in value]
     return value
 
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -157,17 +158,18 @@ def make_app(
         max_body: bytes of the largest request body.
     """
     routes = _Routes(model, generator, max_body, find_episode)
+    chat = partial(routes.respond, is_chat=True)
     paths = [Route("/health", routes.health)]
     if generator is not None:
         paths += [
             Route("/v1/models", routes.models),
-            Route("/v1/chat/completions", routes.chat, methods=["POST"]),
-            Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", partial(routes.respond, is_chat=False), methods=["POST"]),
         ]
     if find_episode is not None:
         paths += [
             Route("/episodes/{episode}/v1/models", routes.models),
-            Route("/episodes/{episode}/v1/chat/completions", routes.chat, methods=["POST"]),
+            Route("/episodes/{episode}/v1/chat/completions", chat, methods=["POST"]),
         ]
     app = Starlette(routes=paths, exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error})
     app.add_middleware(_Authentication, api_key=api_key)
@@ -193,13 +195,7 @@ class _Routes:
         }
         return JSONResponse({"object": "list", "data": [entry]})
 
-    async def chat(self, request: Request) -> Response:
-        return await self._respond(request, True)
-
-    async def completions(self, request: Request) -> Response:
-        return await self._respond(request, False)
-
-    async def _respond(self, request: Request, is_chat: bool) -> Response:
+    async def respond(self, request: Request, is_chat: bool) -> Response:
         try:
             body, size = await _read_json(request, self.max_body)
             running = await self._start(read_call(is_chat, body), size, request)
