@@ -192,7 +192,7 @@ def _merged(module: Any, matrices: Mapping[str, torch.Tensor], settings: Mapping
     }
     known = {each.name for each in fields(LoraConfig)}
     recorded = {key: value for key, value in settings.items() if key in known and value is not None}
-    config = derived | recorded | {"task_type": None, "modules_to_save": None, "inference_mode": True}
+    config = derived | recorded | {"task_type": None, "modules_to_save": None, "base_model_name_or_path": None}
     try:
         adapted = get_peft_model(module, LoraConfig(**config))
         set_peft_model_state_dict(adapted, dict(matrices))
