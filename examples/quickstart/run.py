@@ -32,13 +32,14 @@ if not {"-h", "--help"} & {*sys.argv}:
 import torch
 from rich.console import Console
 
+from examples.quickstart.alive import Alive
 from examples.quickstart.tasks import ALIVE_SECONDS, SEED, STEPS, TASKS, check_output_folder, write_task
 from examples.quickstart.tiny_model import tiny_model
 from verl.config import check_inputs, load_config
 from verl.config.checks.run import check_built_in
 from verl.config.load import check_combinations, read_config
 from verl.config.presets import PRESETS
-from verl.tracking.console import Alive, TrainingProgress
+from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import read_metrics, save_curves
 from verl.trainer.base import StepReport
 from verl.trainer.guards.interruption import Stopped
@@ -122,8 +123,10 @@ def learn(args: argparse.Namespace, model: Path, data: Path, out: Path) -> tuple
     rewards: list[float] = []
     random = Random(args.seed)
     title = f"{name_of(args)} on {args.task}: 64 prompts x 8 responses per step"
-    display = {"running": trainer.view.running_operators, "alive_every": ALIVE_SECONDS}
-    with TrainingProgress(trainer.total_steps, title, **display) as progress:
+    with (
+        TrainingProgress(trainer.total_steps, title, running=trainer.view.running_operators) as progress,
+        Alive(progress.console.print, progress.activity, None if progress.is_live else ALIVE_SECONDS) as alive,
+    ):
 
         def show(report: StepReport) -> None:
             samples = None
@@ -132,6 +135,7 @@ def learn(args: argparse.Namespace, model: Path, data: Path, out: Path) -> tuple
                 samples = [(row["input"], row["output"], row["score"]) for row in rows]
             rewards.append(report.metrics["critic/score/mean"])
             progress.update(report.step, report.metrics, report.timings, samples)
+            alive.reset()
 
         trainer.on_step.append(show)
         metrics = trainer.fit()

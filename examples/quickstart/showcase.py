@@ -22,9 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from examples.quickstart import arithmetic
+from examples.quickstart.alive import Alive
 from examples.quickstart.smollm2 import find_model
 from examples.quickstart.tasks import ALIVE_SECONDS, SEED, STEPS, check_output_folder
-from verl.tracking.console import Alive, TrainingProgress
+from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import save_curves
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
@@ -101,12 +102,11 @@ class Showcase:
 
     def run(self, title: str) -> None:
         """Train and display the steps."""
-        display = {
-            "print_every": SAMPLES_EVERY,
-            "running": self.trainer.view.running_operators,
-            "alive_every": ALIVE_SECONDS,
-        }
-        with TrainingProgress(self.trainer.total_steps, title, **display) as progress:
+        running = self.trainer.view.running_operators
+        with (
+            TrainingProgress(self.trainer.total_steps, title, SAMPLES_EVERY, running=running) as progress,
+            Alive(progress.console.print, progress.activity, None if progress.is_live else ALIVE_SECONDS) as alive,
+        ):
 
             def show(report: StepReport) -> None:
                 self.rewards.append(report.metrics["critic/score/mean"])
@@ -116,6 +116,8 @@ class Showcase:
                     chosen = generations(report.batch, self.trainer.tokenizer, rows)
                     samples = [(row["input"], row["output"], row["score"]) for row in chosen]
                 progress.update(report.step, report.metrics, report.timings, samples)
+                if report.step % SAMPLES_EVERY == 0:  # a line was printed
+                    alive.reset()
 
             self.trainer.on_step.append(show)
             self.trainer.fit()

@@ -114,18 +114,3 @@ def test_a_run_lists_its_bad_rows(tiny_run, tmp_path):
     write(tmp_path / "train.jsonl", good)
     LocalPPOTrainer(overrides=[*chosen, "data.max_bad_rows=1"])
     assert not (tmp_path / "run" / "bad_rows.jsonl").exists()  # the data is repaired
-
-
-def test_repeated_rows_are_reported_by_the_strict_check(tmp_path, char_tokenizer, caplog, monkeypatch):
-    rows = [{**GOOD, "id": 1}, {"prompt": "c", "answer": "c", "id": 2}, {**GOOD, "id": 1}, {**GOOD, "id": 2}]
-    path = write(tmp_path / "rows.jsonl", map(json.dumps, rows))
-    RLHFDataset(path, char_tokenizer)
-    assert "earlier row" not in caplog.text
-    monkeypatch.setenv("VERL_STRICT_DATA_CHECK", "1")
-    assert len(RLHFDataset(path, char_tokenizer)) == 4
-    said = [record.getMessage() for record in caplog.records if "earlier row" in record.getMessage()]
-    assert [text.partition(";")[0] for text in said] == [
-        "1 of 4 rows have the contents of an earlier row",
-        "2 of 4 rows have the id of an earlier row",
-    ]
-    assert "line 3, as" in said[0] and said[0].endswith("line 1")

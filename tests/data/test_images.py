@@ -2,10 +2,7 @@
 
 import base64
 import functools
-import io
 import os
-import shutil
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -109,7 +106,10 @@ BAD = {
         "no/such.png",
         r"row 3 \(no/such.png\): expected a file 'no/such.png' \(in .*found no such file \(paths",
     ),
-    "url": ("https://a.example/b.png", r"found the URL https://a.example/b.png.*data.allow_image_urls=true"),
+    "url": (
+        "https://a.example/b.png",
+        r"found the URL https://a.example/b.png: download the file",
+    ),
     "base64": ("data:image/png;base64,@@", "expected base64 text"),
     "no source": ({"width": 3}, "expected bytes, a path, .*found a dict with the keys width"),
     "number": (7, "expected bytes, a path, .*found 7"),
@@ -205,58 +205,3 @@ def test_limits_of_pixels():
         image = RowImage(written(plain()), "x", limits=limits)
         assert image.size() == image.decode().size == expected
     assert RowImage(plain(), "x", limits=ImageLimits(96, 96)).size() == (12, 8)
-
-
-@pytest.fixture
-def downloads(tmp_path, monkeypatch):
-    """The URLs that were downloaded; each is the plain image."""
-    monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path / "cache"))
-    asked = []
-
-    def urlopen(url, timeout):
-        asked.append(url)
-        return io.BytesIO(written(plain()))
-
-    monkeypatch.setattr("verl.data.media_source.urllib.request.urlopen", urlopen)
-    return asked
-
-
-def size_of(url: str = "https://a.example/b.png") -> tuple[int, int]:
-    return RowImage(url, "x", limits=ImageLimits(allow_urls=True)).size()
-
-
-def test_a_url_is_downloaded_once_if_allowed(downloads, monkeypatch):
-    assert size_of() == size_of() == (12, 8)
-    assert downloads == ["https://a.example/b.png"]
-
-    def down(url, timeout):
-        raise OSError("no route")
-
-    monkeypatch.setattr("verl.data.media_source.urllib.request.urlopen", down)
-    with pytest.raises(MediaError, match=r"expected a file at https://a.example/c.png, found OSError: no route"):
-        size_of("https://a.example/c.png")
-
-
-def test_a_damaged_or_unusable_store_of_downloads_is_not_used(downloads, tmp_path, caplog):
-    assert size_of() == size_of() == (12, 8) and len(downloads) == 1
-    (stored,) = (tmp_path / "cache" / "images").iterdir()
-    stored.write_bytes(stored.read_bytes()[:-20])
-    assert size_of() == size_of() == (12, 8) and len(downloads) == 2  # downloaded once more
-    shutil.rmtree(tmp_path / "cache")
-    (tmp_path / "cache").write_text("no folder")
-    assert size_of() == (12, 8)
-    assert "downloaded images are not stored in" in caplog.text
-
-
-def test_two_threads_may_download_the_same_url(downloads, tmp_path, monkeypatch, caplog):
-    """Both have written their file before one of them is renamed."""
-    both, write = threading.Barrier(2), Path.write_bytes
-
-    def write_together(path: Path, data: bytes) -> None:
-        write(path, data)
-        both.wait(60)
-
-    monkeypatch.setattr(Path, "write_bytes", write_together)
-    with ThreadPoolExecutor(2) as pool:
-        assert [found.result() for found in [pool.submit(size_of) for _ in range(2)]] == [(12, 8)] * 2
-    assert caplog.text == "" and len(list((tmp_path / "cache" / "images").iterdir())) == 1

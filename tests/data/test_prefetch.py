@@ -16,7 +16,6 @@ from verl.data.collate import collate_prompts
 from verl.data.mixture import Mixture
 from verl.data.order import PromptSource
 from verl.data.rlhf_dataset import RLHFDataset
-from verl.data.sft_dataset import SFTDataset, collate_sft
 from verl.protocol import DataProto
 
 NAME = "data reader"
@@ -129,11 +128,12 @@ def test_a_bounded_number_of_batches_is_in_memory(ahead):
     for step in range(1, 6):
         rows()
         deadline = time.monotonic() + 10
-        while readers() and time.monotonic() < deadline:
+        while len(rows.dataset.read) < 4 * (step + ahead) and time.monotonic() < deadline:
             time.sleep(0.01)
+        time.sleep(0.05)
         assert len(rows.dataset.read) == len(set(rows.dataset.read)) == 4 * (step + ahead)
-    assert not readers()  # a thread ends when there is nothing to read
     rows.close()
+    assert not readers()
 
 
 def test_threads_work_at_the_same_time():
@@ -162,9 +162,8 @@ def test_the_time_in_threads_is_reported():
     rows = source_of(Slow(8), workers=1)
     rows()
     time.sleep(0.2)  # the next batch is ready
-    start = time.perf_counter()
     rows()
-    assert rows.seconds_ahead > time.perf_counter() - start
+    assert 0.0 < rows.seconds_ahead < 0.2
     assert source_of(Slow(8)).seconds_ahead == 0.0
     rows.close()
 
@@ -181,6 +180,13 @@ class Hanging(Slow):
             self.begun.set()
             self.end.wait(30)
         return super().__getitem__(row)
+
+
+def wait_until_no_thread_is_left() -> None:
+    deadline = time.monotonic() + 10
+    while gc.collect() >= 0 and readers() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not readers()
 
 
 def test_close_ends_the_threads_and_the_wait_of_another_thread(monkeypatch, caplog):
@@ -204,8 +210,7 @@ def test_close_ends_the_threads_and_the_wait_of_another_thread(monkeypatch, capl
     (still,) = readers()
     assert still.daemon and "a thread is still reading a row" in caplog.text  # the program does not wait for it
     rows.dataset.end.set()
-    rows.close()
-    assert not readers()
+    wait_until_no_thread_is_left()
     assert contents(rows())["row"] == [8, 9, 10, 11]  # it can be used again
     rows.close()
 
@@ -254,11 +259,7 @@ def test_a_source_that_is_forgotten_leaves_no_thread():
     rows = source_of(Slow(100), workers=4)
     rows()
     del rows
-    gc.collect()
-    deadline = time.monotonic() + 10
-    while readers() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not readers()
+    wait_until_no_thread_is_left()
 
 
 # ---- the datasets of this package -----------------------------------------------------------------------------------
@@ -299,20 +300,4 @@ def test_images_are_the_same_bit_for_bit(tmp_path, models, family, streaming):
     threaded = source_of(dataset, 8, collate=collate_prompts, workers=6)
     for _ in range(4):
         assert_same(threaded(), plain())
-    threaded.close()
-
-
-def test_sft_rows_that_are_tokenized_when_they_are_read(tmp_path, models):
-    file, (tokenizer, processor) = write_images(tmp_path, 20), models()
-
-    def make(**more):
-        dataset = SFTDataset(file, tokenizer, {"max_length": 256}, lambda _: {0}, processor)
-        return source_of(dataset, 8, collate=lambda rows: collate_sft(rows, 0), **more)
-
-    plain, threaded = make(), make(workers=6)
-    for _ in range(4):
-        mine, other = threaded(), plain()
-        for batch in (mine, other):
-            del batch.non_tensor_batch["index"]  # rows are tokenized in any order
-        assert_same(mine, other)
     threaded.close()

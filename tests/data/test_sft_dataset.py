@@ -202,26 +202,3 @@ def test_real_solutions(gsm8k_folder, write, chat_tokenizer):
         prompt, response = segments(chat_tokenizer, dataset[i])
         assert prompt == (0, f"<|im_start|>user\n{rows[i]['question']}<|im_end|>\n<|im_start|>assistant\n")
         assert response == (1, rows[i]["answer"] + "<|im_end|>")
-
-
-def test_a_short_run_tokenizes_the_rows_that_it_reads(write, char_tokenizer, caplog):
-    rows = [{"prompt": f"{i}=", "response": str(i)} for i in range(10, 30)]
-    path = write("a.parquet", rows)
-    whole = SFTDataset(path, char_tokenizer)
-    with caplog.at_level(logging.INFO, "verl"):
-        few = SFTDataset(path, char_tokenizer, needed=lambda count: {17, 3, count - 1})
-    assert "tokenized 3 samples" in caplog.text
-    assert len(few) == len(whole) == 20  # so the order of the rows is the same in a longer run
-    assert [few[i] for i in (19, 3, 17, 5, 3)] == [whole[i] for i in (19, 3, 17, 5, 3)]  # 5 was not announced
-    with pytest.raises(IndexError):
-        few[20]
-    truncating = SFTDataset(path, char_tokenizer, {"truncation": "left"}, needed=lambda count: {1})
-    assert len(truncating) == 20 and truncating.longest_row == whole.longest_row  # rows may be dropped: all are read
-
-
-def test_rows_that_a_short_run_reads_must_fit(write, char_tokenizer):
-    path = write("a.parquet", [{"prompt": "1" * (5 + i), "response": "2"} for i in range(4)])
-    config = {"max_length": 8}
-    assert SFTDataset(path, char_tokenizer, config, needed=lambda count: {0, 1})[1]["index"] == 1
-    with pytest.raises(ValueError, match="1 of 2 samples longer than 8 tokens"):
-        SFTDataset(path, char_tokenizer, config, needed=lambda count: {0, 3})

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from verl.data.collate import collate_prompts
 from verl.data.files import is_streamed, read_rows
 from verl.data.order import PromptSource
-from verl.data.readers import ArrowCopy, JsonLines, RowTable
+from verl.data.readers import JsonLines
 from verl.data.rlhf_dataset import RLHFDataset
 
 ROWS = [{"prompt": f"{'ab' * (1 + i % 3)}=", "answer": str(i)} for i in range(2500)]
@@ -17,8 +18,8 @@ ROWS = [{"prompt": f"{'ab' * (1 + i % 3)}=", "answer": str(i)} for i in range(25
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "verl" / "rows"
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.fixture
@@ -45,23 +46,19 @@ def test_the_same_rows(write_any, name):
     assert streamed.columns == loaded.columns == ("prompt", "answer")
 
 
-def test_the_copy_is_made_once_and_again_when_the_file_changes(write, cache):
-    path = write("a.parquet", ROWS[:3])
-    read_rows(path, streaming=True)
-    (first,) = cache.iterdir()
-    read_rows(path, streaming=True)
-    assert list(cache.iterdir()) == [first]
-    write("a.parquet", ROWS[:4])
-    assert len(read_rows(path, streaming=True)) == 4
-    (second,) = cache.iterdir()
-    assert second != first
+def test_a_parquet_file_that_changes_is_read_again(write):
+    assert len(read_rows(write("a.parquet", ROWS[:3]), streaming=True)) == 3
+    assert len(read_rows(write("a.parquet", ROWS[:4]), streaming=True)) == 4
 
 
-def test_a_cache_that_cannot_be_written(write, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ValueError, match=r"no copy for streaming was written to .*Set VERL_CACHE_DIR"):
-        read_rows(write("a.parquet", ROWS), streaming=True)
+def test_without_the_library(write, monkeypatch):
+    path = write("a.parquet", ROWS)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"a.parquet is streamed .*'verl\[hub\]'.*or set data.streaming=false"):
+        read_rows(path, streaming=True)
+    monkeypatch.setattr("verl.data.files.STREAMED_BYTES", 1000)
+    monkeypatch.setattr("verl.data.files.is_installed", lambda name: False)
+    assert not is_streamed([path], None) and is_streamed([write("a.jsonl", ROWS)], None)
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
@@ -132,8 +129,6 @@ def test_only_offsets_of_lines_are_in_memory(write_any):
         "PosixPath", "str", "BufferedReader", "array", "bool", "tuple", "dict"
     }  # fmt: skip
     assert set(file._empty.values()) == {None}
-    assert isinstance(read_rows(write_any("a.csv", ROWS), streaming=True).files[0], ArrowCopy)
-    assert isinstance(read_rows(write_any("a.csv", ROWS)).files[0], RowTable)
 
 
 def test_a_csv_row_with_line_breaks_and_a_list_that_is_not_streamed(tmp_path, caplog):
@@ -142,18 +137,7 @@ def test_a_csv_row_with_line_breaks_and_a_list_that_is_not_streamed(tmp_path, ca
     (tmp_path / "a.json").write_text(json.dumps(ROWS[:2]))
     with caplog.at_level(logging.INFO, "verl.data"):
         assert list(read_rows(tmp_path / "a.json", streaming=True)) == ROWS[:2]
-    assert "a JSON list is read into memory" in caplog.text
-
-
-@pytest.mark.parametrize("damage", [b"", b"ARROW1\0\0", None])
-def test_a_damaged_copy_is_written_again(write_any, cache, damage, caplog):
-    path = write_any("a.csv", ROWS)
-    path = Path(path)
-    assert len(ArrowCopy(path)) == 2500
-    (copy,) = cache.glob("*.arrow")
-    copy.write_bytes(copy.read_bytes()[:-100] if damage is None else damage)
-    assert list(ArrowCopy(path)) == ROWS
-    assert "is damaged" in caplog.text and "it is written again" in caplog.text
+    assert "a.json is read into memory" in caplog.text
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv", "json"])

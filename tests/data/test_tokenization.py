@@ -95,13 +95,13 @@ def test_a_missing_eos_token_is_refused(chat_tokenizer):
 
 
 def test_a_name_that_is_neither_cached_nor_on_the_hub_is_an_error_at_once(tmp_path, monkeypatch):
-    def unreachable(self, name, timeout):
-        raise ConnectionError(f"no route to {name} within {timeout} s")
+    def unreachable(self, name, repo_type, timeout):
+        raise ConnectionError(f"no route to the {repo_type} {name} within {timeout} s")
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
-    with pytest.raises(ValueError, match=r"no folder 'me/tiny', .* ConnectionError: no route to me/tiny within 10 s"):
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", unreachable)
+    with pytest.raises(ValueError, match=r"me/tiny: no file or folder .*no route to the model me/tiny within 10"):
         load_tokenizer(ModelConfig(path="me/tiny"))
 
 

@@ -113,7 +113,7 @@ def bomb() -> bytes:
         ([plain(), b""], "row 3, frame 1: .*found 0 bytes"),
         ("no.mp4", "expected a file 'no.mp4'.*no such file"),
         (b"", "expected a video, found 0 bytes"),
-        ("https://a.example/b.mp4", "found the URL .*data.allow_image_urls=true"),
+        ("https://a.example/b.mp4", "found the URL .*download the file"),
         (b"\0\0\0 ftypisom", "video files need PyAV: pip install av"),
         (7, "expected a list of frames, bytes, a path"),
         ({"clip": "a.mp4"}, "found a dict with the keys clip"),

@@ -137,7 +137,6 @@ def on_rank(rank: int, world: int, port: int, root: Path) -> None:
         return
     save_rank(root / "fsdp2" / "actor", fsdp2(load(trained), 2))
     save_rank(root / "fsdp1" / "actor", fsdp1(load(trained), 2))
-    save_rank(root / "fsdp1 without mesh" / "actor", fsdp1(load(trained)))
     save_rank(root / "flat" / "actor", fsdp1(load(trained), kind=StateDictType.LOCAL_STATE_DICT))
     save_rank(root / "value" / "critic", fsdp2(load(root / "critic", "value"), 2))
     save_rank(root / "moe" / "actor", fsdp2(load(root / "experts"), 2))
@@ -155,7 +154,7 @@ def make_checkpoints(root: Path) -> None:
     for world in (2, 4):
         mp.start_processes(on_rank, (world, free_port(), root), nprocs=world, start_method="fork")
     base, trained = root / "base", root / "trained"
-    worlds = {"fsdp2": 2, "fsdp1": 2, "fsdp1 without mesh": 2, "flat": 2, "hsdp": 4, "fsdp1 hybrid": 4, "fsdp2 of 4": 4}
+    worlds = {"fsdp2": 2, "fsdp1": 2, "flat": 2, "hsdp": 4, "fsdp1 hybrid": 4, "fsdp2 of 4": 4}
     for name, world in worlds.items():
         finish(root / name / "actor", trained, base, world, 1 if "1" in name or name == "flat" else 2)
     # a critic whose config is still that of the language model
@@ -170,18 +169,14 @@ def make_checkpoints(root: Path) -> None:
 
 
 def make_plain(root: Path) -> None:
-    """Plain tensors: of one rank; rows of two ranks, with the buffers whole on each; the same of the experts."""
-    states = {name: dict(load(root / name).state_dict()) for name in ("trained", "experts")}
-    for name, model, world in (("one rank", "trained", 1), ("rows", "trained", 2), ("moe rows", "experts", 2)):
+    """Plain tensors: of one rank, and replicas on two."""
+    state = dict(load(root / "trained").state_dict())
+    for name, world in (("one rank", 1), ("replicas", 2)):
         actor = root / name / "actor"
         actor.mkdir(parents=True)
         for rank in range(world):
-            share = {
-                key: value if key.endswith("correction_bias") else value.chunk(world)[rank].clone()
-                for key, value in states[model].items()
-            }
-            torch.save(share, actor / f"model_world_size_{world}_rank_{rank}.pt")
-        finish(actor, root / model, root / "base" if model == "trained" else None, world, None)
+            torch.save(state, actor / f"model_world_size_{world}_rank_{rank}.pt")
+        finish(actor, root / "trained", root / "base", world, None)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,8 @@ def test_a_refusal_is_one_line_and_a_status(made, tmp_path, capsys):
     assert capsys.readouterr().err == f"error: {actor} contains rank files of FSDP: use --backend fsdp\n"
 
 
-@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("200", 200)])
-def test_sizes(text, size):
+def test_a_size_that_is_none():
     rest = ["merge", "--backend", "fsdp", "--local_dir", "a", "--target_dir", "b", "--max_shard_size"]
-    assert parser().parse_args([*rest, text]).max_shard_size == size
+    assert parser().parse_args([*rest, "1.5MB"]).max_shard_size == "1.5MB"
     with pytest.raises(SystemExit):
         parser().parse_args([*rest, "many"])

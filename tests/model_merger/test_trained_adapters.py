@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.trainer.conftest import make_tiny, run_settings
@@ -68,15 +67,6 @@ def test_the_merged_models_are_what_peft_makes_of_the_adapters(run, request, tin
         assert (found - untrained).abs().max() > 1e-3
         test = ["test", "--backend", "fsdp", "--local_dir", str(saved / name), "--test_hf_dir", str(tmp_path / name)]
         assert main(test) == 0
-
-
-def test_the_adapter_alone(saved, tmp_path):
-    merged(saved / "actor", tmp_path / "merged", "--adapter_dir", str(tmp_path / "adapter"))
-    found, given = (
-        load_file(folder / "adapter_model.safetensors")
-        for folder in (tmp_path / "adapter", saved / "actor" / "lora_adapter")
-    )
-    assert found.keys() == given.keys() and all(torch.equal(found[name], given[name]) for name in given)
 
 
 def test_a_base_that_has_moved_must_be_named(saved, tiny, tmp_path, capsys):

@@ -22,7 +22,7 @@ from verl.rollout.request import Completion, Request, SamplingParams
 from verl.server.app import make_app
 from verl.server.http import ServerThread, listen, serve_until_signal
 from verl.server.protocol import ApiError, read_call
-from verl.server.service import EngineLoop, ResponseText, Running, ServedModel, SingleCall, text_of, token_bytes
+from verl.server.service import EngineLoop, ResponseText, Running, ServedModel, SingleCall, text_of
 
 KEY = "secret"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
@@ -76,42 +76,6 @@ def test_chat_is_what_the_engine_samples(served, client):
     sampled = sum(len(completion.token_ids) for completion in expected)
     assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(prompt), sampled)
     assert len({tuple(choice.token_ids) for choice in found.choices}) == 3
-
-
-def test_log_probs_have_the_bytes_of_each_token(served, client, monkeypatch):
-    """Tokens of a byte-level tokenizer may be parts of a character, whose text alone is a replacement character."""
-    tokenizer = served[1].tokenizer
-    text = "é 漢字 🙂 \ufffd"
-    ids = tokenizer(text)["input_ids"]
-    parts = [tokenizer.decode([token]) for token in ids]
-    assert "".join(parts) != text  # some tokens are parts of a character
-
-    async def write(request: Request) -> Completion:
-        return Completion(ids, [-0.5] * len(ids), "length")
-
-    monkeypatch.setattr(served[0], "generate_one", write)
-    choice = client.chat.completions.create(**CHAT, max_tokens=100, logprobs=True).choices[0]
-    assert b"".join(bytes(entry.bytes) for entry in choice.logprobs.content) == text.encode()
-    assert [entry.token for entry in choice.logprobs.content] == parts
-    chunks = client.chat.completions.create(**CHAT, max_tokens=100, logprobs=True, stream=True)
-    found = [entry for chunk in chunks if (of := chunk.choices[0].logprobs) for entry in of.content]
-    assert b"".join(bytes(entry.bytes) for entry in found) == text.encode()
-
-
-class SentencePiece:
-    """Three tokens of a tokenizer with byte tokens: those of one character, and a word."""
-
-    pieces = ("<0xC3>", "<0xA9>", "hi")
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join("\ufffd" if self.pieces[i].startswith("<") else self.pieces[i] for i in ids)
-
-    def convert_ids_to_tokens(self, token: int) -> str:
-        return self.pieces[token]
-
-
-def test_bytes_of_byte_tokens():
-    assert [token_bytes(SentencePiece(), token) for token in range(3)] == [b"\xc3", b"\xa9", b"hi"]
 
 
 def test_streaming_equals_not_streaming(client):

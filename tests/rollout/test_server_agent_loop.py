@@ -2,13 +2,12 @@
 
 import asyncio
 import json
-import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import openai
-import psutil
 import pytest
 
 import verl.agents.loop as agent_loop
@@ -16,11 +15,12 @@ from examples.quickstart.tiny_model import tiny_model
 from verl.agents import Prompt, Trajectory, make_agent_loop
 from verl.config import schema
 from verl.rollout.request import Completion, Request, SamplingParams
-from verl.server.agents import AgentCall, CommandAgent, in_thread, read_result
+from verl.server.agents import in_thread, read_result
 from verl.server.episodes import Episode, StepGenerator
 from verl.server.protocol import read_call
 from verl.server.service import Running, ServedModel
 
+GUESS = Path(__file__).parents[2] / "examples/server_agent/guess_agent.py"
 START = [{"role": "user", "content": "go"}]
 
 
@@ -57,29 +57,28 @@ def say(client, messages, **others):
     return client.chat.completions.create(model="any", messages=messages, **others).choices[0]
 
 
-class Plain:
+def plain(act):
     """An agent made of `act(client, sample)`, in a thread."""
 
-    def __init__(self, act):
-        self.act = act
-
-    def start(self, call):
+    def start(sample, base_url, api_key, model):
         def use():
-            with openai.OpenAI(base_url=call.base_url, api_key=call.api_key, max_retries=0) as client:
-                return self.act(client, call.sample)
+            with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+                return act(client, sample)
 
         return in_thread(use)
+
+    return start
 
 
 def run(tokenizer, policy, act=None, samples=1, max_tokens=200, agent=None, **server) -> list[Trajectory]:
     """Trajectories of an agent: `act`, or the one of the settings `agent`."""
-    given = agent or {"command": ["true"]}
+    given = {"path": str(GUESS)} if agent is None else agent
     config = schema.RolloutConfig(
         prompt_length=64, response_length=max_tokens, server={"agent": given, "timeout": 10, **server}
     )
     loop = make_agent_loop("server_agent", config, tokenizer)
     if act is not None:
-        loop.agent = Plain(act)
+        loop.agent = plain(act)
     params = SamplingParams(max_tokens, (tokenizer.eos_token_id,))
     prompts = [Prompt([5, 6], params, i, {"extra_info": {"index": i}}) for i in range(samples)]
 
@@ -360,22 +359,6 @@ def plain(sample, base_url, api_key, model):
 def few(sample): ...
 """
 
-PROGRAM = """
-import json, os, sys, urllib.request
-index = json.loads(os.environ["VERL_SAMPLE"])["extra_info"]["index"]
-body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": "go"}]}
-request = urllib.request.Request(
-    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-    json.dumps(body).encode(),
-    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
-)
-found = json.load(urllib.request.urlopen(request))
-print("some output")
-if index == 1:
-    sys.exit("this one fails")
-print(json.dumps({"score": 0.25, "text": found["choices"][0]["message"]["content"]}))
-"""
-
 
 def test_async_and_plain_functions_and_their_checks(tokenizer, tmp_path):
     path = tmp_path / "agent.py"
@@ -387,49 +370,11 @@ def test_async_and_plain_functions_and_their_checks(tokenizer, tmp_path):
     assert [t.info["agent_score"] for t in found] == [1, 1]
     for agent, message in (
         ({"path": str(path), "name": "few"}, "expected a function of"),
-        ({}, "found neither"),
-        ({"path": str(path), "command": ["x"]}, "found both"),
+        ({}, "expected rollout.server.agent.path, a Python file with the function 'run'"),
         ({"path": str(path), "name": "none"}, "defines no 'none'"),
     ):
         with pytest.raises(ValueError, match=message):
-            run(tokenizer, Policy(tokenizer), agent=agent or {"command": []})
-
-
-def test_a_program_is_an_agent(tokenizer, tmp_path):
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM)
-    found = run(tokenizer, Policy(tokenizer), samples=2, agent={"command": [sys.executable, str(path)]}, timeout=60)
-    assert [t.info["agent_score"] for t in found] == [0.25, 0]
-    assert found[0].info["agent_info"] == {"text": "hello"}
-    assert "status 1: this one fails" in found[1].info["agent_error"]
-    hanging = [sys.executable, "-c", "import time; time.sleep(60)"]
-    (trajectory,) = run(tokenizer, Policy(tokenizer), agent={"command": hanging}, timeout=0.5)
-    assert trajectory.metrics["agent_timeouts"] == 1
-
-
-def test_a_program_that_is_stopped_ends(tmp_path):
-    note = tmp_path / "pid"
-    agent = CommandAgent(["sh", "-c", f"sleep 60 & echo $! > {note}.new; mv {note}.new {note}; wait"])
-    future = agent.start(AgentCall({}, "http://localhost", "key", "any"))
-    deadline = time.monotonic() + 20
-    while not note.exists():
-        assert time.monotonic() < deadline and not future.done()
-        time.sleep(0.01)
-    started = psutil.Process(int(note.read_text()))
-    assert started.is_running() and future.cancel()
-    with suppress(psutil.NoSuchProcess):
-        while started.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline, "a process that the program has started continues"
-            time.sleep(0.01)
-
-
-def test_the_largest_sample_of_a_program():
-    """VERL_SAMPLE is JSON: {"a": ""} is 9 characters, and text in it."""
-    agent = CommandAgent(["sh", "-c", "echo ${#VERL_SAMPLE}"])
-    calls = [AgentCall({"a": "x" * (size - 9)}, "http://localhost", "key", "any") for size in (100_000, 100_001)]
-    assert agent.start(calls[0]).result() == 100_000
-    with pytest.raises(ValueError, match="VERL_SAMPLE has 100,001 characters"):
-        agent.start(calls[1]).result()
+            run(tokenizer, Policy(tokenizer), agent=agent)
 
 
 @pytest.mark.parametrize("value", [float("nan"), "1", [1], {"score": "x"}])
@@ -440,7 +385,7 @@ def test_results_that_are_not_scores(value):
 
 
 def test_the_limit_of_agents_holds_while_another_event_loop_runs(tokenizer):
-    config = schema.RolloutConfig(server={"agent": {"command": ["true"]}, "max_concurrency": 2})
+    config = schema.RolloutConfig(server={"agent": {"path": str(GUESS)}, "max_concurrency": 2})
     agents = make_agent_loop("server_agent", config, tokenizer)
 
     async def slot() -> asyncio.Semaphore:

@@ -140,28 +140,6 @@ def test_every_frame_has_the_same_height():
     assert heights[1] == heights[2] == heights[0] + 1  # the sparkline needs two steps
 
 
-def test_a_terminal_that_becomes_narrower_has_no_remains_of_the_panel():
-    output = io.StringIO()
-    console = Console(file=output, force_terminal=True, width=100)
-    with TrainingProgress(5, "GRPO", console=console) as progress:
-        progress.update(1, METRICS, TIMINGS)
-        text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.getvalue())
-        rows = len(text[text.rindex("╭") :].splitlines())  # now each of them takes three rows of 40 characters
-        console.width = 40
-        time.sleep(0.15)  # _MIN_REDRAW_SECONDS
-        output.seek(0)
-        output.truncate()
-        progress.update(2, METRICS, TIMINGS)
-        erased = output.getvalue().partition("╭")[0].count("\x1b[1A\x1b[2K")
-        assert rows > 5 and erased == 3 * rows - 1  # and the row of the cursor
-        output.seek(0)
-        output.truncate()
-        console.width = 100  # lines are not joined
-        time.sleep(0.15)
-        narrow = progress.update(3, METRICS, TIMINGS) or output.getvalue().partition("╭")[0]
-        assert narrow.count("\x1b[1A\x1b[2K") < 3 * rows
-
-
 def test_log_lines_and_prints_appear_above_the_panel_and_warnings_stay_in_it(monkeypatch):
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=80)
@@ -234,21 +212,6 @@ def test_the_summary_of_a_run():
     (line,) = summary_lines({"train/nll": [(1, 4.0), (2, 2.0)]}, 2, 2, 3.0, resumed=1)
     assert line == "loss 4.00 -> 2.00 in 2 steps (3 s since step 1)"
     assert summary_lines({}, 0, 10, 3.0) == []
-
-
-def test_the_summary_has_the_cost_of_weight_pushes_and_the_staleness():
-    steps = range(1, 4)
-    history = {"train/nll": [(step, 1.0) for step in steps]}
-    history["weight_sync/bytes"] = [(step, 12_400_000) for step in steps]
-    history["weight_sync/seconds"] = [(step, {2: 9.0}.get(step, 0.03)) for step in steps]
-    history["weight_sync/bandwidth_share"] = [(step, 0.4) for step in steps]
-    history |= {"async/staleness_0": [(1, 96), (2, 0), (3, 32)], "async/staleness_1": [(1, 0), (2, 2000), (3, 64)]}
-    assert summary_lines(history, 3, 3, 1.0)[1:] == [
-        "weight sync: 12.4MB in 0.03 s, 40% of the bandwidth limit (median push)",
-        "staleness in updates: 0: 128 samples (6%), 1: 2,064 samples (94%)",
-    ]
-    history |= {"weight_sync/bytes": [(1, 0)], "weight_sync/bandwidth_share": []}  # shared weights have no push
-    assert len(summary_lines(history, 3, 3, 1.0)) == 2
 
 
 @pytest.mark.parametrize(

@@ -107,30 +107,6 @@ def test_tensorboard_resumed_shows_each_step_once(tmp_path):
     assert shown == [(1, 1), (2, 2), (3, 3), (4, 40), (5, 50), (6, 60)]
 
 
-def test_the_hparams_tab_has_the_settings_that_differ(tmp_path):
-    from tensorboard.plugins.hparams import plugin_data_pb2
-
-    def found(folder):
-        events = events_of(folder)
-        contents = events.PluginTagToContent("hparams").items()
-        return {tag: plugin_data_pb2.HParamsPluginData.FromString(content) for tag, content in contents}, events
-
-    changed = ["trainer.seed", "data.train_files"]
-    with Tracking(["tensorboard"], "p", "a", CONFIG, tmp_path / "a", changed=changed) as run:
-        run.log({"val-core/d/acc/mean@1": 0.25}, 0)
-        run.log({"critic/score/mean": 0.5}, 1)
-    tabs, events = found(tmp_path / "a")
-    settings = tabs["_hparams_/session_start_info"].session_start_info.hparams
-    assert settings["trainer.seed"].number_value == 1 and set(settings) == set(changed)
-    assert settings["data.train_files"].string_value == "['a.parquet']"
-    metrics = {info.name.tag for info in tabs["_hparams_/experiment"].experiment.metric_infos}
-    assert metrics == {"val-core/d/acc/mean@1", "critic/score/mean"} == set(events.Tags()["scalars"])
-    with Tracking(["tensorboard"], "p", "b", {"model.path": "m"}, tmp_path / "b") as run:
-        run.log({"train/nll": 2.0}, 1)  # no validation
-    tabs, _ = found(tmp_path / "b")
-    assert [i.name.tag for i in tabs["_hparams_/experiment"].experiment.metric_infos] == ["train/nll"]
-
-
 def test_console_line_has_one_order_and_short_numbers(tmp_path, caplog):
     metrics = {"timing_s/step": 1.2345, "perf/throughput": 152_345.0, "actor/pg_loss": -0.012345}
     metrics |= {"critic/score/mean": 0.625, "reward/acc": 0.5, "critic/rewards/mean": 0.61}

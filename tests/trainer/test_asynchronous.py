@@ -341,7 +341,7 @@ def test_a_second_fit_without_a_checkpoint_is_refused(settings):
         trainer.fit()
 
 
-def test_pushes_and_the_histogram_of_staleness_are_printed(settings, caplog):
+def test_pushes_are_printed_and_the_staleness_is_counted(settings, caplog):
     with caplog.at_level(logging.INFO, "verl"):
         _, reports = train(settings, "trainer.logger=[console,jsonl]")
     printed = [record.getMessage() for record in caplog.records]
@@ -349,12 +349,9 @@ def test_pushes_and_the_histogram_of_staleness_are_printed(settings, caplog):
     assert [line.partition(":")[0] for line in pushes[-6:]] == [f"[sync_weights] version {n}" for n in range(1, 7)]
     size = f"{reports[-1].metrics['weight_sync/bytes'] / 1e3:.3g}kB in "
     assert all(size in line for line in pushes)
-    assert any(line.startswith(f"weight sync: {size}") and line.endswith(" (median push)") for line in printed)
     counts = {k: sum(report.metrics[f"async/staleness_{k}"] for report in reports) for k in (0, 1)}
     total = 6 * len(reports[0].batch)
     assert sum(counts.values()) == total
-    bars = ", ".join(f"{k}: {count} samples ({count / total:.0%})" for k, count in counts.items())
-    assert f"staleness in updates: {bars}" in printed
 
 
 # ---- processes --------------------------------------------------------------------------------------------------

@@ -257,12 +257,11 @@ def test_damaged_shards_are_generated_again(tmp_path, caplog):
     assert "part-00001.jsonl is damaged" in caplog.text and "part-00001.jsonl is incomplete" in caplog.text
 
 
-def test_shards_of_other_settings_are_named_and_kept(tmp_path, caplog):
+def test_shards_of_other_settings_are_kept(tmp_path):
     other = make_shards(tmp_path, temperature=1.0)
     other.open()
     mine = make_shards(tmp_path, temperature=0.6)
     mine.open()
-    assert "contains responses generated with other settings (temperature: 1.0 -> 0.6)" in caplog.text
     assert mine.folder != other.folder
     mine.delete()
     assert other.folder.is_dir()
@@ -290,7 +289,7 @@ BAD = {
     "rollout.top_k=0": "found 0, expected int >= 1, or -1 for all tokens",
     "rollout.response_length=5000": "positions (max_position_embeddings): set rollout.response_length=40",
     "model.override_config.hiden_size=1": "did you mean 'hidden_size'?",
-    "rollout.prompt_length=4": "prompts are longer than 4 tokens, the first: ",
+    "rollout.prompt_length=4": "prompts are longer than 4 tokens; the first is ",
     "model.path=./nowhere": "there is no folder './nowhere'",
     "model.path=null": "model.path (override 'model.path=null'): missing",
     "rollout.name=trtllm": "'trtllm' is not supported yet: use ",

@@ -22,7 +22,9 @@ THREADS = "data.dataloader_num_workers"
 @pytest.fixture(autouse=True)
 def no_thread_remains():
     yield
-    assert not [thread for thread in threading.enumerate() if thread.name == "data reader"]
+    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("data ")]:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def trained(config, kind=PPOTrainer, **more):

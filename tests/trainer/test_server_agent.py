@@ -174,7 +174,7 @@ def test_settings_that_do_not_fit_are_named_before_the_run(chat_model, tmp_path)
     rollout = "actor_rollout_ref.rollout"
     assert "go together" in problem(f"{rollout}.agent.default_agent_loop=tool_agent")
     assert "go together" in problem(f"{rollout}.mode=async", f"{rollout}.agent.default_agent_loop=server_agent")
-    assert "found neither" in problem(f"{rollout}.server.agent.path=null")
+    assert "expected rollout.server.agent.path" in problem(f"{rollout}.server.agent.path=null")
     assert "4096 positions" in problem("data.max_prompt_length=4090")
     (tmp_path / "other.py").write_text("def run(sample): ...")
     assert "expected a function of" in problem(f"{rollout}.server.agent.path={tmp_path / 'other.py'}")

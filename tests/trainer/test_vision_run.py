@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -16,8 +15,8 @@ from PIL import Image, ImageDraw
 from tests.pages import ROOT
 from tests.vl_models import save_llava, save_vl_model
 from verl import PPOTrainer, SFTTrainer
-from verl.data import media_files
 from verl.data.files import read_rows
+from verl.evaluation import prompts
 from verl.evaluation.generate import GenerationRun
 from verl.evaluation.prompts import write_output
 from verl.tracking.report import write_report
@@ -110,27 +109,6 @@ def test_a_model_without_its_own_code_runs_on_the_generic_path(vision, tmp_path)
     assert all(line["actor/grad_norm"] > 0 for line in lines)
 
 
-def test_a_resume_notices_other_images_of_the_same_size(vision, tmp_path):
-    data = tmp_path / "data"
-    shutil.copytree(vision, data)
-    PPOTrainer(settings(data, tmp_path / "run", **{"trainer.total_training_steps": 1}), reward_fn=letters).fit()
-    for path in data.glob("*.png"):  # copied elsewhere: other times
-        path.write_bytes(path.read_bytes())
-    more = {"trainer.total_training_steps": 2, "trainer.resume_mode": "auto"}
-    trainer = PPOTrainer(settings(data, tmp_path / "run", **more), reward_fn=letters)
-    trainer.fit()
-    assert trainer.global_step == 2
-    image = Image.open(data / "2.png")
-    image.putpixel((1, 1), (0, 0, 0))
-    image.save(data / "2.png")
-    more = {"trainer.total_training_steps": 3, "trainer.resume_mode": "auto"}
-    with pytest.raises(ValueError, match="another experiment:\n  data: images or videos has other contents"):
-        PPOTrainer(settings(data, tmp_path / "run", **more), reward_fn=letters).fit()
-    trainer = PPOTrainer(
-        settings(data, tmp_path / "run", **more, **{"trainer.allow_change": ["data"]}), reward_fn=letters
-    )
-    trainer.fit()
-    assert trainer.global_step == 3
 
 
 def sft(vision, run, **more) -> SFTTrainer:
@@ -209,8 +187,8 @@ def test_offline_generation_on_images(vision, tmp_path):
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_paths_of_images_are_looked_up_once(vision, tmp_path, monkeypatch, suffix):
-    looked_up, is_file = [], media_files._is_file
-    monkeypatch.setattr(media_files, "_is_file", lambda path: looked_up.append(path.name) or is_file(path))
+    looked_up, is_file = [], prompts._is_file
+    monkeypatch.setattr(prompts, "_is_file", lambda path: looked_up.append(path.name) or is_file(path))
     settings = {"data.path": vision / "test.jsonl", "model.path": vision / "model", "rollout.name": "hf"}
     settings |= {"rollout.response_length": 2, "data.output_path": tmp_path / f"out.{suffix}"}
     run = GenerationRun(overrides=[f"{key}={value}" for key, value in settings.items()])

@@ -6,7 +6,8 @@ import threading
 
 from rich.console import Console
 
-from verl.tracking.console import Alive, TrainingProgress
+from examples.quickstart.alive import Alive
+from verl.tracking.console import TrainingProgress
 
 
 def test_lines_until_the_end():
@@ -43,7 +44,8 @@ def test_a_step_that_takes_long():
                 heard.set()
 
     console = Console(file=Lines(), width=80)
-    with TrainingProgress(12, "GRPO", console=console, running=lambda: {"gen": 0.0}, alive_every=0.01):
+    progress = TrainingProgress(12, "GRPO", console=console, running=lambda: {"gen": 0.0})
+    with progress, Alive(console.print, progress.activity, 0.01):
         assert heard.wait(60)
     assert lines[0] == "GRPO"
     assert lines[1].startswith("still running after ") and ": step 0/12 done, now gen " in lines[1]

@@ -5,7 +5,6 @@ and listed in `bad_rows.jsonl` of the run's folder; more than N end the run.
 """
 
 import array
-import hashlib
 import itertools
 import json
 import logging
@@ -103,32 +102,6 @@ def usable_rows(
         first = bad[0]["reason"]
         logger.warning("dropped %d of %d rows, which cannot be used; the first: %s", len(bad), len(indices), first)
     return kept, bad
-
-
-class RepeatedRows:
-    """Finds rows that equal an earlier one, and rows with the `uid` or `id` of another one."""
-
-    def __init__(self) -> None:
-        self._first: dict[tuple[str, bytes], int] = {}  # (name, digest of the value) -> row
-        self._repeats: dict[str, list[tuple[int, int]]] = {}  # name -> (row, the earlier one)
-
-    def add(self, index: int, row: Mapping[str, Any]) -> None:
-        """Compare a row with those before it."""
-        keys = {"contents": row} | {key: row[key] for key in ("uid", "id") if row.get(key) is not None}
-        for name, value in keys.items():
-            text = json.dumps(value, sort_keys=True, default=repr, skipkeys=True)
-            key = name, hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
-            if (earlier := self._first.setdefault(key, index)) != index:
-                self._repeats.setdefault(name, []).append((index, earlier))
-
-    def report(self, rows: Any, count: int) -> None:
-        """Log a warning for each kind. rows: with `location(index)`."""
-        for name, pairs in self._repeats.items():
-            index, earlier = pairs[0]
-            logger.warning(
-                "%d of %d rows have the %s of an earlier row; the first: %s, as %s",
-                *(len(pairs), count, name, rows.location(index), rows.location(earlier)),
-            )
 
 
 def write_bad_rows(folder: Path, bad: Sequence[Mapping[str, Any]]) -> Path | None:

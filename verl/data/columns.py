@@ -53,13 +53,13 @@ def reward_columns(rows: Rows, config: schema.DataConfig, media: Sequence[str] =
 
     media: columns with images and videos, which are read.
     """
-    read = {*media, config.prompt_key, "data_source", "reward_model", "extra_info", "extro_info"}
+    read = {*media, config.prompt_key, "data_source", "reward_model", "extra_info"}
     return [name for name in rows.columns if name not in read]
 
 
-def reward_info(row: Mapping[str, Any], names: Sequence[str], extra_info: str = "extra_info") -> dict[str, Any]:
+def reward_info(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The columns `names` of a row, and its extra_info."""
-    return {name: row[name] for name in names} | dict(row.get(extra_info) or {})
+    return {name: row[name] for name in names} | dict(row.get("extra_info") or {})
 
 
 def data_source(row: Mapping[str, Any], rows: Rows, index: int, key: str) -> str:

@@ -17,7 +17,6 @@ from verl.data.bad_rows import usable_rows
 from verl.data.files import Rows, file_list, rows_digest, rows_in_memory
 from verl.data.forms import as_messages, read_prompt_column
 from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts, rows_to_decode
-from verl.data.media_files import media_digest
 from verl.data.messages import with_settings
 from verl.data.tokenization import check_tokenizer, encode_prompts, prepare_tokenizer, read_prompt
 
@@ -76,10 +75,6 @@ class TokenizedDataset(Dataset):
     def rows_digest(self) -> str | None:
         """Of rows in memory; None for files."""
         return None if self._rows is None else rows_digest(self._rows)
-
-    def _media_digest(self, rows: Rows, prompt_column: str) -> str | None:
-        """See `media_digest`; None without images."""
-        return None if self.media is None else media_digest(rows, (*media_columns(self.config), prompt_column))
 
     def _has_template(self) -> bool:
         return self.chat_template is not None or self.tokenizer.chat_template is not None

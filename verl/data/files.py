@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from verl.data.readers import File, RowTable, count_rows, open_file
+from verl.data.readers import File, RowTable, open_file
 from verl.registry import did_you_mean
 from verl.utils.data_names import SUFFIXES, DataName, is_data_file
+from verl.utils.packages import is_installed
 from verl.utils.paths import expanded
 
 logger = logging.getLogger("verl.data")
@@ -150,20 +151,16 @@ class SelectedRows(Rows):
         return (self[row] for row in range(len(self)))
 
 
-def row_count(files: str | Path | Sequence[str | Path]) -> int:
-    """The number of rows of data files, without reading them into memory. Raises ValueError for a file without rows."""
-    counts = {path: count_rows(path) if _is_file(path) else len(_open_dataset(path)) for path in file_list(files)}
-    for path, count in counts.items():
-        if count == 0:
-            raise ValueError(f"{path}: the file has no rows")
-    return sum(counts[path] for path in file_list(files))
-
-
 def is_streamed(files: str | Path | Sequence[str | Path], streaming: bool | None) -> bool:
-    """Whether files are read from disk: as set, otherwise if they have more than `STREAMED_BYTES` in total."""
+    """Whether files are read from disk: as set, otherwise if they have more than `STREAMED_BYTES` in total.
+
+    Parquet files are streamed by the package `datasets`, JSON Lines without.
+    """
     if streaming is not None:
         return streaming
-    return sum(path.stat().st_size for path in file_list(files) if os.path.isfile(path)) > STREAMED_BYTES
+    paths = [path for path in file_list(files) if os.path.isfile(path)]
+    is_possible = is_installed("datasets") or all(path.suffix.lower() != ".parquet" for path in paths)
+    return is_possible and sum(path.stat().st_size for path in paths) > STREAMED_BYTES
 
 
 def file_list(files: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -189,7 +186,7 @@ def read_rows(files: str | Path | Sequence[str | Path], *, streaming: bool = Fal
     """
     opened: list[File] = []
     for path in file_list(files):
-        file: File = open_file(path, streaming) if _is_file(path) else _open_dataset(path)
+        file = _open(path, streaming)
         if len(file) == 0:
             raise ValueError(f"{path}: the file has no rows")
         if opened and set(file.columns) != set(opened[0].columns):
@@ -203,10 +200,13 @@ def read_rows(files: str | Path | Sequence[str | Path], *, streaming: bool = Fal
     return Rows(opened)
 
 
-def _open_dataset(path: Path) -> File:
-    from verl.data.hub import open_dataset  # only for folders and hub datasets
+def _open(path: Path, streaming: bool) -> File:
+    is_file = _is_file(path)
+    if is_file and not (streaming and path.suffix.lower() == ".parquet"):
+        return open_file(path, streaming)
+    from verl.data.hub import open_dataset, stream_parquet
 
-    return open_dataset(path)
+    return stream_parquet(path) if is_file else open_dataset(path)
 
 
 def _is_file(path: Path) -> bool:
@@ -258,14 +258,3 @@ def rows_digest(rows: Rows) -> str:
         # the type stands for a value that is not JSON: its text may contain an address in memory
         digest.update(json.dumps(row, default=lambda value: type(value).__name__, skipkeys=True).encode())
     return digest.hexdigest()
-
-
-def extra_info_column(rows: Rows) -> str:
-    """The column with the `extra_info` of a row: `extra_info`, or its misspelling `extro_info`."""
-    if "extro_info" not in rows.columns:
-        return "extra_info"
-    if "extra_info" in rows.columns:
-        logger.warning("%s: the column 'extro_info' is ignored, because there is a column 'extra_info'", rows.names)
-        return "extra_info"
-    logger.info("%s: the column 'extro_info' is read as 'extra_info'", rows.names)
-    return "extro_info"

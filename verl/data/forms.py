@@ -18,22 +18,6 @@ TRUTHS = (
     *("test", "tests", "test_cases", "input_output", "solution"),
 )
 RESPONSES = ("response", "completion", "output", "solution", "answer", "answers", "chosen")
-#: name of a form -> the columns by which it is known; the first that fits
-FORMS = {
-    "verl": {"prompt", "reward_model"},
-    "preference pairs (UltraFeedback)": {"chosen", "rejected"},
-    "chat (OpenAI, TRL)": {"messages"},
-    "ShareGPT": {"conversations"},
-    "Alpaca": {"instruction", "output"},
-    "prompt and completion (TRL)": {"prompt", "completion"},
-    "xLAM": {"query", "answers", "tools"},
-    "BFCL": {"question", "function"},
-    "multiple choice (MMLU, ARC)": {"question", "choices"},
-    "KodCode": {"question", "test"},
-    "problem and answer (DeepScaleR, geo3k)": {"problem", "answer"},
-    "question and answer (GSM8K)": {"question", "answer"},
-    "prompt and answer": {"prompt", "answer"},
-}
 _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "observation": "tool"}
 
 
@@ -91,10 +75,9 @@ def read_prompt_column(row: Mapping[str, Any], column: str) -> Any:
 
 def note_columns(names: str, columns: Sequence[str], used: Mapping[str, str]) -> None:
     """Log which columns are read, if they are not the default ones. used: what they are for -> column."""
-    form = next((name for name, known in FORMS.items() if known <= {*columns}), "unknown")
     appended = {"input": used.get("prompt") == "instruction", "choices": "prompt" in used}
     rest = [name for name in appended if appended[name] and name in columns]
     used = {**used, "rest of the prompt": rest[0]} if rest else used
-    logger.info("%s: form %s; %s", names, form, ", ".join(f"{use} from column {name!r}" for use, name in used.items()))
+    logger.info("%s: %s", names, ", ".join(f"{use} from column {name!r}" for use, name in used.items()))
     for name in {"function", "functions"} & {*columns}:
         logger.warning("%s: tools in the column %r are not shown to the model: rename it to 'tools'", names, name)

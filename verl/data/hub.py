@@ -5,9 +5,8 @@ hub or a folder: one that `save_to_disk` wrote, or one with data files. The spli
 for `data.val_files`).
 """
 
-import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,7 +38,6 @@ class _Converted(Sequence):
             raise ValueError(f"{self._name}, row {index} (the first is 0): {error}") from error
 
 
-@functools.lru_cache(maxsize=16)  # a run opens a dataset twice: to count its rows, and to read them
 def open_dataset(entry: str | Path) -> RowTable:
     """Load a hub dataset or a folder. The rows are memory-mapped by `datasets`.
 
@@ -53,9 +51,10 @@ def open_dataset(entry: str | Path) -> RowTable:
     requested = DataName.parse(entry)
     config = requested.config or CONFIGS.get(requested.path)
     name = DataName(requested.path, config, requested.split or "train")
-    library = _library(name)
+    meaning = "a folder" if name.is_folder else "no file, and read as the name of a hub dataset"
+    library = _library(f"{name.path} is {meaning}", "give a .parquet, .jsonl, .json or .csv file")
     if not name.is_folder:
-        _check_reachable(name)
+        check_hub("dataset", name.path)
     logger.info("loading %s", name)
     try:
         rows = _load(library, name)
@@ -69,14 +68,30 @@ def open_dataset(entry: str | Path) -> RowTable:
     return RowTable(rows, name=str(name), source=source_name(entry))
 
 
-def _library(name: DataName) -> ModuleType:
+class _Mapped(RowTable):
+    """Rows that `datasets` memory-maps."""
+
+    def column(self, name: str) -> Iterable[Any]:
+        return self._rows[name]
+
+
+def stream_parquet(path: Path) -> RowTable:
+    """A parquet file whose rows stay on disk: `datasets` memory-maps a copy in its cache. Raises ValueError."""
+    library = _library(f"{path} is streamed (data.streaming)", "set data.streaming=false")
+    try:
+        rows = library.load_dataset("parquet", data_files=str(path), split="train")
+    except (OSError, ValueError, library.exceptions.DatasetsError) as error:
+        raise ValueError(f"{path}: not a valid parquet file: {error.__cause__ or error}") from error
+    return _Mapped(_with_stored_images(library, rows), name=str(path), source=source_name(path))
+
+
+def _library(problem: str, fix: str) -> ModuleType:
     try:
         import datasets
     except ModuleNotFoundError as error:
-        meaning = "a folder" if name.is_folder else "no file, and read as the name of a hub dataset"
         raise ValueError(
-            f"{name.path} is {meaning}, which needs the package {error.name}: pip install 'verl[hub]' (or pip install "
-            "datasets), or give a .parquet, .jsonl, .json or .csv file"
+            f"{problem}, which needs the package {error.name}: pip install 'verl[hub]' (or pip install datasets), or "
+            f"{fix}"
         ) from error
     return datasets
 
@@ -108,23 +123,27 @@ def _with_stored_images(library: ModuleType, rows: Any) -> Any:
     return rows
 
 
-def _check_reachable(name: DataName) -> None:
-    """Raise ValueError if the hub does not answer or has no such dataset. Without this check, retries take minutes."""
+def check_hub(kind: str, name: str) -> None:
+    """Check that the hub has a model or dataset. Without this, the retries of the libraries take minutes.
+
+    Args:
+        kind: "model" or "dataset".
+
+    Raises:
+        ValueError: it has none of this name, or does not answer.
+    """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import RepositoryNotFoundError
 
     if constants.HF_HUB_OFFLINE:
         return
     try:
-        HfApi().dataset_info(name.path, timeout=_TIMEOUT)
-    except RepositoryNotFoundError as error:
-        raise ValueError(
-            f"{name.path}: no file or folder of this name, and no dataset at {constants.ENDPOINT} (of a private one: "
-            "log in with `hf auth login`)"
-        ) from error
+        HfApi().repo_info(name, repo_type=kind, timeout=_TIMEOUT)
     except Exception as error:
-        raise ValueError(
-            f"{name.path}: no file or folder of this name, and {constants.ENDPOINT} is not reachable "
-            f"({type(error).__name__}: {error}). HF_HUB_OFFLINE=1 reads a copy that is in the cache; a file or folder "
-            "needs no network"
-        ) from error
+        problem = (
+            f"{constants.ENDPOINT} is not reachable ({type(error).__name__}: {error}). HF_HUB_OFFLINE=1 reads a copy "
+            "that is in the cache; a file or folder needs no network"
+        )
+        if isinstance(error, RepositoryNotFoundError):
+            problem = f"no {kind} at {constants.ENDPOINT} (of a private one: log in with `hf auth login`)"
+        raise ValueError(f"{name}: no file or folder of this name, and {problem}") from error

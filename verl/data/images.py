@@ -1,8 +1,7 @@
 """Images of data files: found, checked, and decoded when they are used.
 
 A source is bytes, a path (relative to the folder of the data file), {"bytes": ...}, {"path": ...}, {"image": ...}, a
-data URI, base64 text, a uint8 array (height, width, channels) or a PIL image. A URL is refused unless
-`data.allow_image_urls` is set.
+data URI, base64 text, a uint8 array (height, width, channels) or a PIL image. A URL is refused.
 """
 
 import io
@@ -11,7 +10,7 @@ import re
 import threading
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,11 +40,10 @@ _LOADING = threading.Lock()
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """Settings of all images of a dataset: data.min_pixels, data.max_pixels and data.allow_image_urls."""
+    """Settings of all images of a dataset: data.min_pixels and data.max_pixels."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
-    allow_urls: bool = False
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
         """Width and height within the limits; the ratio of the sides is kept."""
@@ -75,20 +73,6 @@ class RowImage:
     def __init__(self, source: Any, location: str, folder: Path = Path(), limits: ImageLimits = NO_LIMITS):
         self._source, self.location, self._folder, self._limits = source, location, folder, limits
         self._is_shared = False  # whether the source is a PIL image
-
-    @property
-    def file(self) -> Path | None:
-        """The file of the image; None if the row has the image itself, or a URL."""
-        source = self._source
-        if isinstance(source, Mapping):
-            values = (source[key] for key in _SOURCE_KEYS if source.get(key) is not None)
-            source = next(values, None)
-        if not isinstance(source, str | Path):
-            return None
-        with suppress(OSError, ValueError, RuntimeError):  # base64 text, as in `load_media`
-            path = self._folder / Path(str(source).removeprefix("file://")).expanduser()
-            return path if path.is_file() else None
-        return None
 
     def size(self) -> tuple[int, int]:
         """Width and height of the decoded image. Only the header is read.
@@ -189,7 +173,7 @@ class RowImage:
         if isinstance(source, Image.Image):
             self._is_shared = True
             return source
-        if (data := load_media(source, self._folder, self._limits.allow_urls, self._error)) is not None:
+        if (data := load_media(source, self._folder, self._error)) is not None:
             return data
         if (
             isinstance(source, np.ndarray)

@@ -53,21 +53,14 @@ class MediaPrompt:
             media.decode()
 
     def describe(self) -> list[str]:
-        """A line about the images, with the size and the file of each, and one about the videos; none without any."""
-        files = ("in the data file" if image.file is None else str(image.file) for image in self.images)
-        sizes = (f"{width} x {height}" for width, height in (image.size() for image in self.images))
-        images = ", ".join(f"{size} ({file})" for size, file in zip(sizes, files))
-        lines = [f"images: {len(self.images)}, {images}"] if self.images else []
+        """A line about the images, with the size of each, and one about the videos; none without any."""
+        sizes = ", ".join("{} x {}".format(*image.size()) for image in self.images)
+        lines = [f"images: {len(self.images)}, {sizes}"] if self.images else []
         return [*lines, f"videos: {len(self.videos)}"] if self.videos else lines
 
     def texts(self) -> list[str]:
         """The texts of all messages."""
         return [text for message in self.messages for text in _texts(message["content"])]
-
-
-#: names of columns, without a plural s, that a dataset with another `data.image_key` or `data.video_key` may have
-_NAMES = {"image": {"image", "img", "picture", "photo", "image_path"}, "video": {"video", "clip", "video_path"}}
-_SUFFIXES = {"image": r"\.(png|jpe?g|webp|bmp|tiff?)", "video": r"\.(mp4|avi|mov|webm|mkv|gif)"}
 
 
 class MediaReader:
@@ -95,10 +88,9 @@ class MediaReader:
         from verl.data.images import ImageLimits
 
         self.processor, self.tokenizer, self.data = processor, tokenizer, data
-        self.limits = ImageLimits(data.min_pixels, data.max_pixels, data.allow_image_urls)
+        self.limits = ImageLimits(data.min_pixels, data.max_pixels)
         self._rendering = {"chat_template": chat_template, "tools": tools, "template_kwargs": template_kwargs}
         self._placeholder = functools.lru_cache(_SIZES)(self._placeholder_for_size)
-        self._warned: set[str] = set()  # modalities whose placeholders are text
         ids = [getattr(processor, f"{modality}_token_id", None) for modality in _MODALITIES]
         tokens = {self._token(modality) for modality in _MODALITIES}
         tokens |= {tokenizer.convert_ids_to_tokens(i) for i in ids if i}
@@ -118,7 +110,7 @@ class MediaReader:
             location: names the row in errors.
 
         Raises:
-            MediaError: another number of placeholders than of images or videos, too many images, or text with the
+            MediaError: another number of placeholders than of images or videos, or text with the
                 model's own token of an image or video.
         """
         from verl.data.images import RowImage
@@ -145,17 +137,11 @@ class MediaReader:
                     f"{len(sources[modality])} in the prompt and {len(entries[modality])} in the column: add or remove "
                     f"<{modality}>"
                 )
-        self._check_image_count(len(sources["image"]), location)
         limits, frames = self.limits, self.data.max_video_frames
         images = (RowImage(s, f"{location}, image {i}", folder, limits) for i, s in enumerate(sources["image"]))
         videos = (Video(s, f"{location}, video {i}", folder, limits, frames) for i, s in enumerate(sources["video"]))
         chat = with_settings(typed, row, location, self._rendering["tools"])
         return MediaPrompt(chat, tuple(images), tuple(videos), location)
-
-    def _check_image_count(self, count: int, location: str) -> None:
-        limit = self.data.max_images_per_prompt
-        if limit is not None and count > limit:
-            raise MediaError(f"{location}: expected at most {limit} images (data.max_images_per_prompt), found {count}")
 
     def _check_texts(self, parts: Sequence[Any], location: str) -> None:
         """Raise MediaError if a text has a token of the model that stands for an image or video."""
@@ -171,25 +157,18 @@ class MediaReader:
     def _check_no_placeholders(
         self, row: Mapping[str, Any], keys: Mapping[str, str], messages: Any, location: str
     ) -> None:
-        """In a file with a media column, a text-only row must not have placeholders; in other files they are text."""
+        """Raise MediaError if a text-only row has placeholders."""
         if not isinstance(messages, Sequence):
             return
         for modality, key in keys.items():
             texts = [m["content"] for m in messages if isinstance(m, Mapping) and isinstance(m.get("content"), str)]
             count = sum(text.count(f"<{modality}>") for text in texts)
-            others = [name for name in row if name != key and _may_be_media(modality, name, row[name])]
-            if key not in row and count and others:
+            if count and key not in row:
                 raise MediaError(
-                    f"{location}: the prompt has <{modality}>, but there is no column {key!r} (data.{modality}_key), "
-                    f"only {others[0]!r}: set data.{modality}_key={others[0]}"
+                    f"{location}: the prompt has <{modality}>, but there is no column {key!r} among "
+                    f"{', '.join(map(repr, row))}: set data.{modality}_key, or remove <{modality}>"
                 )
-            if key not in row and count and modality not in self._warned:
-                self._warned.add(modality)
-                logger.warning(
-                    "%s: <%s> in the prompt is read as text, because there is no column %r (data.%s_key) among %s",
-                    *(location, modality, key, modality, ", ".join(map(repr, row))),
-                )
-            if key in row and count:
+            if count:
                 raise MediaError(
                     f"{location}: expected one entry in the column {key!r} for each <{modality}> of the prompt, "
                     f"found {count} in the prompt and none in the column: add the {modality}, or remove <{modality}>"
@@ -438,19 +417,6 @@ def _content_parts(messages: Any) -> list[Any]:
 
 def _texts(content: Any) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
-
-
-def _may_be_media(modality: str, name: str, value: Any) -> bool:
-    """Whether a column of another name seems to have images or videos, by its name or its first entry."""
-    entries = _as_list(value)
-    if not entries:
-        return False
-    first = entries[0]
-    if isinstance(first, Mapping):
-        first = next((first[key] for key in ("bytes", "path", "url") if first.get(key)), None)
-    is_file = isinstance(first, str) and re.search(_SUFFIXES[modality] + "$", first, re.IGNORECASE) is not None
-    is_image = modality == "image" and (isinstance(first, bytes) or hasattr(first, "getexif"))
-    return name.rstrip("s") in _NAMES[modality] or is_file or is_image
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -5,14 +5,16 @@ prepared for other items are discarded. So a saved position is that of the used 
 those of reading without threads.
 """
 
-import atexit
 import logging
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, wait
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from verl.protocol import DataProto
@@ -25,7 +27,6 @@ Item = tuple[int, int]
 _LOOK_SECONDS = 0.5  # a wait without a limit cannot be interrupted in a thread other than the main one
 _JOIN_SECONDS = 5.0
 _MOST_WORKERS = 8
-_OPEN: "weakref.WeakSet[Prefetcher]" = weakref.WeakSet()
 
 
 def default_workers() -> int:
@@ -36,12 +37,10 @@ def default_workers() -> int:
 class Prefetcher:
     """Prepares batches in threads.
 
-    A thread lives only while there are rows to read.
-
     Args:
         read: an item -> its row. Called by several threads; with one worker, in the order of the items.
         collate: rows -> a batch.
-        workers: maximum number of threads.
+        workers: threads that read rows. One more collates them.
         batches: how many batches are prepared before they are used. Their contents are in memory.
 
     Attributes:
@@ -57,14 +56,11 @@ class Prefetcher:
     ):
         self._read, self._collate = read, collate
         self._workers, self._batches = workers, batches
-        self._planned: deque[_Batch] = deque()
-        self._current: _Batch | None = None
+        self._planned: deque[tuple[list[Item], Future[tuple[DataProto, float]]]] = deque()
         self._following: Iterator[list[Item]] = iter(())
         self._lock = threading.Lock()
-        self._tasks: deque[tuple[_Batch, int]] = deque()  # rows that no thread has begun to read
-        self._threads: set[threading.Thread] = set()
+        self._pools: tuple[_Threads, ...] = ()  # for the rows, and for the batches
         self.seconds = 0.0
-        _OPEN.add(self)
 
     def describe(self) -> str:
         """Text such as "8 threads prepare the next batch"."""
@@ -79,21 +75,26 @@ class Prefetcher:
             following: () -> the items of the batches after it. Called if the batch was not prepared.
 
         Raises:
-            BaseException: the error of the first row that could not be read, as `read` raised it.
+            BaseException: the error of the first row that could not be read, as `read` raised it, or of `collate`.
         """
         with self._lock:
-            if not self._planned or self._planned[0].items != items:  # the first batch, or the position has changed
-                self._discard()
+            if not self._planned or self._planned[0][0] != items:  # the first batch, or the position has changed
+                self._stop()
+                self._pools = _Threads("data reader", self._workers), _Threads("data collator", 1)
                 self._plan(items)
                 self._following = following()
             while len(self._planned) <= self._batches:
                 self._plan(next(self._following))
-            self._start()
-            batch = self._current = self._planned.popleft()
+            pools, (_, future) = self._pools, self._planned.popleft()
+        while not future.done() and self._pools is pools:
+            wait([future], _LOOK_SECONDS)
         try:
-            return batch.result()
-        finally:
-            self.seconds, self._current = batch.seconds, None
+            if not future.done():
+                raise CancelledError
+            batch, self.seconds = future.result()
+        except CancelledError:
+            raise RuntimeError("reading the data was stopped") from None
+        return batch
 
     def close(self) -> None:
         """Discard the prepared batches, and wait for the end of the threads. A further `take` starts new ones.
@@ -101,105 +102,63 @@ class Prefetcher:
         A `take` of another thread that waits for its batch ends with RuntimeError.
         """
         with self._lock:
-            self._discard()
-            if self._current is not None:
-                self._current.cancel()
-            threads = list(self._threads)
-        limit = time.monotonic() + _JOIN_SECONDS
-        for thread in threads:
-            thread.join(max(limit - time.monotonic(), 0.0))
-        if any(thread.is_alive() for thread in threads):
-            logger.warning("a thread is still reading a row of the data, and ends with it")
+            self._stop()
 
-    # the callers of these hold the lock
-
-    def _discard(self) -> None:
-        self._tasks.clear()
+    def _stop(self) -> None:
+        pools, self._pools = self._pools, ()
         self._planned.clear()
+        for pool in pools:
+            pool.stop()
 
     def _plan(self, items: list[Item]) -> None:
-        batch = _Batch(items, self._read, self._collate)
-        self._planned.append(batch)
-        self._tasks.extend((batch, position) for position in range(len(items)))
+        readers, collator = self._pools
+        rows = [readers.submit(self._read, item) for item in items]
+        self._planned.append((items, collator.submit(_collated, self._collate, rows)))
 
-    def _start(self) -> None:
-        """Start as many threads as there are rows for."""
-        for _ in range(min(self._workers, len(self._tasks)) - len(self._threads)):
-            thread = threading.Thread(target=self._run, name="data reader", daemon=True)
+
+def _collated(collate: Callable[[list[Any]], DataProto], rows: Sequence["Future[Any]"]) -> tuple[DataProto, float]:
+    """The batch of rows that are being read, and the seconds since the last one was complete."""
+    start = time.monotonic()
+    return collate([row.result() for row in rows]), time.monotonic() - start
+
+
+class _Threads:
+    """Like a ThreadPoolExecutor, whose threads a program that ends would wait for, even if a read hangs."""
+
+    def __init__(self, name: str, count: int):
+        self._tasks: SimpleQueue[tuple[Future, Callable, tuple] | None] = SimpleQueue()
+        threads = [threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True) for _ in range(count)]
+        for thread in threads:
             thread.start()
-            self._threads.add(thread)  # it removes itself, which needs the lock
+        # also at the end of the interpreter: a thread that is in C code then would break it
+        self.stop = weakref.finalize(self, _end, self._tasks, threads)
 
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._tasks:
-                    self._threads.remove(threading.current_thread())
-                    return
-                batch, position = self._tasks.popleft()
-            batch.read(position)
+    def submit(self, function: Callable, *arguments: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        self._tasks.put((future, function, arguments))
+        return future
 
 
-class _Batch:
-    """A batch in preparation. Its rows are read by several threads; the last of them collates the batch."""
-
-    def __init__(
-        self,
-        items: list[Item],
-        read: Callable[[Item], dict[str, Any]],
-        collate: Callable[[list[dict[str, Any]]], DataProto],
-    ):
-        self.items = items
-        self._read, self._collate = read, collate
-        self._rows: list[Any] = [None] * len(items)
-        self._lock = threading.Lock()
-        self._remaining = len(items)
-        self._failed = len(items)  # the first row that could not be read
-        self._error: BaseException | None = None
-        self._batch: DataProto | None = None
-        self._done = threading.Event()
-        self._start: float | None = None
-        self.seconds = 0.0
-
-    def read(self, position: int) -> None:
-        """Read a row; the last one collates. Errors are kept for `result`."""
-        self._start = self._start or time.monotonic()
-        if position < self._failed:  # the error of a later row is never raised
-            try:
-                self._rows[position] = self._read(self.items[position])
-            except BaseException as error:
-                with self._lock:
-                    if position < self._failed:
-                        self._failed, self._error = position, error
-        with self._lock:
-            self._remaining -= 1
-            if self._remaining:
-                return
+def _work(tasks: SimpleQueue) -> None:
+    while (task := tasks.get()) is not None:
+        future, function, arguments = task
         try:
-            if self._error is None:
-                self._batch = self._collate(self._rows)
+            future.set_result(function(*arguments))
         except BaseException as error:
-            self._error = error
-        self._rows = []
-        self.seconds = time.monotonic() - self._start
-        self._done.set()
-
-    def cancel(self) -> None:
-        """End the wait of another thread for this batch."""
-        with self._lock:
-            self._failed, self._error = -1, RuntimeError("reading the data was stopped")
-        self._done.set()
-
-    def result(self) -> DataProto:
-        """Wait for the batch. Raises the error of its first row that could not be read, or of `collate`."""
-        while not self._done.wait(_LOOK_SECONDS):
-            pass
-        if self._error is not None:
-            raise self._error
-        return self._batch
+            future.set_exception(error)
+        del task, future, function, arguments  # a thread that waits keeps no batch and no source
 
 
-@atexit.register
-def _close_all() -> None:
-    """End the threads before the interpreter: one that is in C code would break its end."""
-    for each in list(_OPEN):
-        each.close()
+def _end(tasks: SimpleQueue, threads: list[threading.Thread]) -> None:
+    """Cancel the tasks that have not begun, and wait for the threads."""
+    with suppress(Empty):
+        while True:
+            tasks.get_nowait()[0].cancel()
+    for _ in threads:
+        tasks.put(None)
+    limit = time.monotonic() + _JOIN_SECONDS
+    others = [thread for thread in threads if thread is not threading.current_thread()]
+    for thread in others:
+        thread.join(max(limit - time.monotonic(), 0.0))
+    if any(thread.is_alive() for thread in others):
+        logger.warning("a thread is still reading a row of the data, and ends with it")

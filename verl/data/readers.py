@@ -1,38 +1,31 @@
-"""Readers of one data file: its rows as dicts, in memory or from disk.
+"""Readers of one data file: its rows as dicts.
 
-JSON Lines are always read from disk by byte offsets.
-Parquet and CSV files are read into memory, or with streaming from a memory-mapped Arrow copy in the cache folder, which
-gives any row in constant time.
+JSON Lines are always read from disk by byte offsets. Other files are read into memory; `verl.data.hub` streams parquet.
 """
 
 import array
 import csv
-import hashlib
-import itertools
 import json
 import logging
-import mmap
 import os
-import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet as pq
 
 from verl.data.bad_rows import parse_json
 from verl.utils.data_names import source_name
-from verl.utils.disk import cache_folder
-from verl.utils.paths import resolved
 
 logger = logging.getLogger("verl.data")
 
-_CHUNK = 1024  # rows converted from Arrow to Python objects at a time, and per batch of an Arrow copy
+_CHUNK = 1024  # rows converted from Arrow to Python objects at a time
+_CSV_BLOCK = 1 << 26  # bytes of a CSV file that are parsed at a time; a row must fit into them
 _BOM = b"\xef\xbb\xbf"  # some programs write a byte order mark
 _LOCK = threading.RLock()  # for readers that are not thread-safe
 _SAMPLE = 1024  # lines of a streamed file that define its columns
@@ -72,14 +65,15 @@ class File(ABC):
             raise ValueError(f"{self.path}: a value has no type of Arrow: {error}") from error
 
 
-class ParquetFile(File):
-    """The rows of a parquet file in memory, converted to Python objects on access."""
+class TableFile(File):
+    """The rows of a parquet or CSV file as an Arrow table, converted to Python objects on access."""
 
     has_union = True
 
     def __init__(self, path: Path):
         super().__init__(path)
-        self.table = _read_parquet(pq.read_table, path)
+        is_csv = path.suffix.lower() == ".csv"
+        self.table = _read_csv(path) if is_csv else _read_parquet(path)
         self.columns = tuple(self.table.column_names)
 
     def __len__(self) -> int:
@@ -91,6 +85,9 @@ class ParquetFile(File):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for start in range(0, len(self), _CHUNK):
             yield from self.table.slice(start, _CHUNK).to_pylist()
+
+    def column(self, name: str) -> Iterable[Any]:
+        return (value for chunk in self.table[name].chunks for value in chunk.to_pylist())
 
     def to_table(self) -> pa.Table:
         return self.table
@@ -178,59 +175,8 @@ class JsonList(File):
         return json.loads(self._rows[row])
 
 
-class ArrowCopy(File):
-    """The rows of a parquet or CSV file, from a memory-mapped copy in the cache folder.
-
-    The copy is written once, in chunks, and used again while the file is unchanged.
-    """
-
-    has_union = True
-
-    def __init__(self, path: Path):
-        super().__init__(path)
-        self._copy = _ensure_copy(path)
-        try:
-            self._open()
-        except (pa.ArrowException, OSError, ValueError) as error:
-            logger.warning("%s is damaged (%s): it is written again", self._copy, error)
-            self._copy.unlink()
-            self._copy = _ensure_copy(path)
-            self._open()
-
-    def _open(self) -> None:
-        with self._copy.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        mapped.madvise(mmap.MADV_RANDOM)  # rows are read in random order: no read-ahead
-        self._reader = pa.ipc.open_file(pa.py_buffer(mapped))
-        self.columns = tuple(self._reader.schema.names)
-        sizes = [self._reader.get_batch(i).num_rows for i in range(self._reader.num_record_batches)]
-        self._ends = np.cumsum([0, *sizes])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        batch = int(np.searchsorted(self._ends, row, side="right")) - 1
-        with _LOCK:
-            rows = self._reader.get_batch(batch)
-        return rows.slice(row - int(self._ends[batch]), 1).to_pylist()[0]
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        with pa.OSFile(str(self._copy)) as file:
-            reader = pa.ipc.open_file(file)
-            for number in range(reader.num_record_batches):
-                yield from reader.get_batch(number).to_pylist()
-
-    def column(self, name: str) -> Iterable[Any]:
-        for number in range(self._reader.num_record_batches):
-            yield from self._reader.get_batch(number)[name].to_pylist()
-
-    def to_table(self) -> pa.Table:
-        return self._reader.read_all()
-
-
 class RowTable(File):
-    """Rows in memory (a sequence of dicts, such as a Hugging Face dataset or the rows of a CSV file) as a file.
+    """Rows in memory (a sequence of dicts, such as a Hugging Face dataset) as a file.
 
     Args:
         rows: the rows.
@@ -256,36 +202,17 @@ class RowTable(File):
 
 def open_file(path: Path, streaming: bool) -> File:
     """Open a data file of any of the supported suffixes. Raises ValueError if it cannot be read."""
-    suffix = path.suffix.lower()
-    if suffix in (".json", ".jsonl"):
-        if _is_list(path):
-            if streaming:
-                logger.info("%s: a JSON list is read into memory; write JSON Lines (.jsonl) to stream it", path)
-            return JsonList(path)
+    is_json = path.suffix.lower() in (".json", ".jsonl")
+    if is_json and not _is_list(path):
         return JsonLines(path, streaming)
     if streaming:
-        return ArrowCopy(path)
-    if suffix == ".parquet":
-        return ParquetFile(path)
-    return RowTable(list(_csv_rows(path)), name=str(path), source=source_name(path))
+        logger.info("%s is read into memory; write JSON Lines (.jsonl) or parquet to stream it", path)
+    return JsonList(path) if is_json else TableFile(path)
 
 
-def count_rows(path: Path) -> int:
-    """The number of rows of a data file, without keeping them. Of a parquet file, only the metadata is read."""
-    suffix = path.suffix.lower()
-    if suffix == ".parquet":
-        return _read_parquet(pq.read_metadata, path).num_rows
-    if suffix == ".csv":
-        return sum(1 for _ in _csv_rows(path))
-    if _is_list(path):
-        return len(JsonList(path))
-    with path.open("rb") as file:
-        return sum(1 for line in file if line.strip())
-
-
-def _read_parquet(read: Callable[[Path], Any], path: Path) -> Any:
+def _read_parquet(path: Path) -> pa.Table:
     try:
-        return read(path)
+        return pq.read_table(path)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a valid parquet file: {error}") from error
 
@@ -305,75 +232,20 @@ def _check_object(row: Any, location: str) -> dict[str, Any]:
     return row
 
 
-def _csv_rows(path: Path) -> Iterator[dict[str, str]]:
-    """The rows of a CSV file, one at a time; every value is text, and the first line has the names of the columns.
-
-    Raises:
-        ValueError: a row does not have one value per column.
-    """
-    csv.field_size_limit(sys.maxsize)  # the default is 128 KiB
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
-        try:
-            names = next(reader, [])
-            if len(set(names)) < len(names):
-                raise ValueError(f"{path}: expected columns with different names, found {', '.join(names)}")
-            for values in reader:
-                if len(values) != len(names) and values:
-                    raise ValueError(
-                        f"{path}, line {reader.line_num}: expected {len(names)} values ({', '.join(names)}), found "
-                        f"{len(values)}: put values with commas or line breaks in double quotes"
-                    )
-                if values:
-                    yield dict(zip(names, values))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: expected UTF-8 text: {error}") from error
-        except csv.Error as error:
-            raise ValueError(f"{path}, line {reader.line_num}: not a valid CSV file: {error}") from error
-
-
-# ---- the Arrow copy -------------------------------------------------------------------------------------------------
-
-
-def _ensure_copy(path: Path) -> Path:
-    """The Arrow copy of a file; it is written if there is none of the file as it is now."""
-    state = path.stat()
-    cache = cache_folder() / "rows"
-    name = hashlib.sha256(str(resolved(path)).encode()).hexdigest()[:16]
-    copy = cache / f"{name}-{state.st_size}-{state.st_mtime_ns}.arrow"
-    if copy.is_file():
-        return copy
-    draft = copy.with_suffix(f".{os.getpid()}.draft")
-    logger.info("%s: writing a copy for streaming to %s", path, copy)
+def _read_csv(path: Path) -> pa.Table:
+    """Read a CSV file: every value is text, and the first line has the names of the columns."""
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        for old in cache.glob(f"{name}-*.arrow"):
-            old.unlink(missing_ok=True)
-        try:
-            schema, batches = _batches(path)
-            with pa.OSFile(str(draft), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-                for batch in batches:
-                    writer.write_batch(batch)
-            draft.replace(copy)
-        finally:
-            draft.unlink(missing_ok=True)
-    except pa.ArrowException as error:
-        raise ValueError(f"{path}: not a valid {path.suffix.lower()[1:]} file: {error}") from error
-    except OSError as error:
-        raise ValueError(
-            f"{path}: no copy for streaming was written to {cache}: {error}. Set VERL_CACHE_DIR to a folder with "
-            "enough space, or data.streaming=false"
-        ) from error
-    return copy
-
-
-def _batches(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """The rows of a file in batches, which are read when they are needed."""
-    if path.suffix.lower() == ".parquet":
-        file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
-        return file.schema_arrow, file.iter_batches(batch_size=_CHUNK, use_threads=False)
-    rows = _csv_rows(path)
-    first = next(rows, {})
-    schema, rows = pa.schema([(name, pa.string()) for name in first]), itertools.chain([first] if first else [], rows)
-    chunks = iter(lambda: list(itertools.islice(rows, _CHUNK)), [])
-    return schema, (pa.RecordBatch.from_pylist(chunk, schema) for chunk in chunks)
+        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+            names = next(csv.reader(file), [])
+        if len(set(names)) < len(names):
+            raise ValueError(f"{path}: expected columns with different names, found {', '.join(names)}")
+        if not names:
+            raise ValueError(f"{path}: the file has no rows")
+        return pa.csv.read_csv(
+            path,
+            pa.csv.ReadOptions(use_threads=False, block_size=_CSV_BLOCK),  # with threads, errors do not name the row
+            pa.csv.ParseOptions(newlines_in_values=True),
+            pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
+        )
+    except (pa.ArrowException, csv.Error) as error:
+        raise ValueError(f"{path}: not a valid CSV file: {error}") from error

@@ -16,7 +16,7 @@ from verl.agents.tools.load import tool_schemas
 from verl.columns import strict_check_enabled
 from verl.config import schema
 from verl.config.public.upstream import upstream_defaults
-from verl.data.bad_rows import RepeatedRows, check_values
+from verl.data.bad_rows import check_values
 from verl.data.columns import (
     NO_TRUTH,
     data_source,
@@ -27,7 +27,7 @@ from verl.data.columns import (
     reward_model,
 )
 from verl.data.dataset import DatasetConfig, Prompt, PromptDataset, describe_overlong, rows_to_use
-from verl.data.files import Rows, extra_info_column, is_streamed, read_rows
+from verl.data.files import Rows, is_streamed, read_rows
 from verl.data.media import MediaPrompt, first_and_spread, media_columns
 from verl.data.media_source import FEWER_IMAGE_TOKENS
 from verl.data.readers import RowTable
@@ -140,7 +140,6 @@ class RLHFDataset(PromptDataset):
         rows = dataframe if isinstance(dataframe, Rows) else Rows([RowTable(dataframe)])
         self.config = find_columns(rows, self.config)
         self.prompt_key = self.config.prompt_key
-        self._extra_info = extra_info_column(rows)
         self._reward_columns = reward_columns(rows, self.config, media_columns(self.config) if self.media else ())
         self._other_columns = other_columns(rows, self._reward_columns)
         if self.streaming:
@@ -200,11 +199,6 @@ class RLHFDataset(PromptDataset):
         return len(self.dataframe)
 
     @property
-    def media_fingerprint(self) -> str | None:
-        """See `verl.data.media_files.media_digest`; None without images."""
-        return self._media_digest(self.dataframe, self.prompt_key)
-
-    @property
     def largest_token_id(self) -> int:
         """The largest token id of all prompts: the model's vocabulary must contain it."""
         return self._prompt_ids.largest
@@ -223,7 +217,7 @@ class RLHFDataset(PromptDataset):
             "data_source": data_source(row, self.dataframe, item, self.config.reward_fn_key),
             "ability": row.get("ability") or "",
             "reward_model": reward_model(row, location, self.config.ground_truth_key),
-            "extra_info": reward_info(row, self._reward_columns, self._extra_info),
+            "extra_info": reward_info(row, self._reward_columns),
             "index": self.dataframe.number(item),
             "raw_prompt": prompt.messages if isinstance(prompt, MediaPrompt) else prompt,
         }
@@ -251,10 +245,7 @@ class RLHFDataset(PromptDataset):
         config, overlong, kept = self.config, {}, array.array("q")  # overlong: row -> tokens
         count = rows_to_use(rows, self.max_samples)
         only = self._drop_bad_rows(rows, count, only)
-        repeated = RepeatedRows() if strict_check_enabled() else None
         for index, (ids, _) in self._tokenized_rows(rows, count, only):
-            if repeated is not None:
-                repeated.add(index, rows[index])
             if len(ids) > config.max_prompt_length:
                 overlong[index] = len(ids)
                 if config.filter_overlong_prompts or config.truncation == "error":
@@ -265,8 +256,6 @@ class RLHFDataset(PromptDataset):
             kept.append(index)
             self._prompt_ids.append(ids)
         self._report_overlong(overlong, rows, count if only is None else len(only), bool(kept))
-        if repeated is not None:
-            repeated.report(rows, count)
         return kept
 
     def _check_row(self, row: Mapping[str, Any], rows: Rows, index: int) -> Prompt:
@@ -276,8 +265,8 @@ class RLHFDataset(PromptDataset):
         refuse_media(row, self._refused, location)
         reward_model(row, location, self.config.ground_truth_key)
         data_source(row, rows, index, self.config.reward_fn_key)
-        if not isinstance(extra := row.get(self._extra_info) or {}, Mapping):
-            raise ValueError(f"{location}: expected a dict in column {self._extra_info!r}, found {extra!r}")
+        if not isinstance(extra := row.get("extra_info") or {}, Mapping):
+            raise ValueError(f"{location}: expected a dict in column 'extra_info', found {extra!r}")
         return self._prompt(row, rows, index)
 
     def _report_overlong(self, overlong: dict[int, int], rows: Rows, count: int, any_kept: bool) -> None:

@@ -3,9 +3,8 @@
 import itertools
 import logging
 import operator
-import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from verl.tracking.formatting import format_line
 logger = logging.getLogger("verl.data")
 
 _PROMPTS = tuple(name for name in PROMPTS if name not in CHATS)
-_ADDING = threading.Lock()  # while a row is tokenized that is read for the first time
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,6 @@ class SFTDataset(TokenizedDataset):
             Or the rows: a sequence of dicts.
         tokenizer: a Hugging Face tokenizer. A missing pad token is set.
         config: the `data` section (`schema.SFTDataConfig`), or a mapping with some of its keys.
-        needed: number of rows -> the rows that a short run reads; the others are tokenized when they are read. Ignored
-            if `truncation` may drop rows.
         processor: the processor of a vision-language model; None: rows with images or videos are an error.
 
     Raises:
@@ -93,31 +89,21 @@ class SFTDataset(TokenizedDataset):
         data_files: str | Path | Sequence[str | Path],
         tokenizer: Any,
         config: DatasetConfig = None,
-        needed: Callable[[int], Collection[int] | None] | None = None,
         processor: Any = None,
     ):
         super().__init__(data_files, tokenizer, config, processor, schema.SFTConfig)
         self.rows = self._rows or read_rows(self.data_files)
         self._columns = find_sample_columns(self.rows, self.config)
         start = time.perf_counter()
-        self._kept: list[int] = []  # entry of the tables -> row
+        self._kept: list[int] = []  # item -> row
         self._ids = TokenTable()
         self._mask = TokenTable("b")
         self._count = rows_to_use(self.rows, self.config.train_max_samples)
-        drops = self.config.truncation != "error" or self.config.max_bad_rows
-        rows = needed(self._count) if needed is not None and not drops else None
-        self._tokenize(rows)
-        # row -> entry of the tables, if only some rows are tokenized
-        self._entries = None if rows is None else {row: entry for entry, row in enumerate(self._kept)}
+        self._tokenize()
         logger.info("tokenized %s samples in %.1f s", f"{len(self._kept):,}", time.perf_counter() - start)
 
     def __len__(self) -> int:
-        return len(self._kept) if self._entries is None else self._count
-
-    @property
-    def media_fingerprint(self) -> str | None:
-        """See `verl.data.media_files.media_digest`; None without images."""
-        return self._media_digest(self.rows, self._columns.messages or self._columns.prompt[0])
+        return len(self._kept)
 
     @property
     def largest_token_id(self) -> int:
@@ -135,51 +121,32 @@ class SFTDataset(TokenizedDataset):
         return self._ids.longest
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        entry = self._entry(item)
-        ids, mask = self._ids[entry], self._mask[entry]
+        ids, mask, row = self._ids[item], self._mask[item], self._kept[item]
         first = mask.index(1)
         fields = {
             "prompt_ids": ids[:first],
             "response_ids": ids[first:],
             "response_mask": mask[first:],
-            "index": self._kept[entry],
+            "index": row,
         }
         if self.media is not None:
-            row = self._kept[entry]
             fields["multi_modal_inputs"] = self.media.tensors(self._check_row(self.rows[row], self.rows, row), ids)
         return fields
 
     def describe(self, item: int) -> str:
         """The text of an item as the model reads it, with [train> and <train] around the tokens in the loss."""
-        entry = self._entry(item)
-        runs = itertools.groupby(zip(self._mask[entry], self._ids[entry]), key=operator.itemgetter(0))
+        runs = itertools.groupby(zip(self._mask[item], self._ids[item]), key=operator.itemgetter(0))
         texts = ((trained, format_line(self.tokenizer.decode([token for _, token in run]))) for trained, run in runs)
         return "".join(f"[train>{text}<train]" if trained else text for trained, text in texts)
 
-    def _entry(self, row: int) -> int:
-        """The entry of an item: a row, which is tokenized now if it is not yet."""
-        if self._entries is None:
-            return row
-        if not 0 <= row < self._count:
-            raise IndexError(f"item {row} of {self._count}")
-        with _ADDING:
-            if row not in self._entries:
-                self._tokenize([row])
-                self._entries[row] = len(self._kept) - 1
-            return self._entries[row]
-
-    def _tokenize(self, rows: Collection[int] | None) -> None:
-        """Add the given rows to the tables; None: all rows."""
+    def _tokenize(self) -> None:
         overlong = {}  # row -> tokens
-        usable = self._drop_bad_rows(self.rows, self._count, rows)
+        usable = self._drop_bad_rows(self.rows, self._count, None)
         for index, (ids, mask) in self._tokenized_rows(self.rows, self._count, usable):
             if len(ids) > self.config.max_length:
                 overlong[index] = len(ids)
             self._keep(index, ids, mask)
-        self._report(overlong, self._count if rows is None else len(rows))
-        if rows is not None and (missing := {*rows} - {*self._kept}):
-            location = self.rows.location(min(missing))
-            raise ValueError(f"{location}: no token of the sample is in the loss; remove the row")
+        self._report(overlong, self._count)
 
     def _keep(self, index: int, ids: list[int], mask: list[int]) -> None:
         """Add a sample, truncated to max_length; drop it if no token is left in the loss."""

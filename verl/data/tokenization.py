@@ -9,6 +9,7 @@ from typing import Any
 from verl.agents.chat import REASONING, reads
 from verl.config import schema
 from verl.data.forms import as_messages
+from verl.data.hub import check_hub
 from verl.data.messages import (
     Chat,
     Message,
@@ -393,11 +394,12 @@ def load_tokenizer(model: schema.ModelConfig) -> Any:
     Raises:
         ValueError: there is no tokenizer.
     """
+    from huggingface_hub import try_to_load_from_cache
     from transformers import AutoTokenizer
 
     path = model_source(model.tokenizer_path or model.path)
-    if not Path(path).is_dir():
-        _check_hub(path)
+    if not Path(path).is_dir() and not isinstance(try_to_load_from_cache(path, "config.json"), str):
+        check_hub("model", path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -408,19 +410,3 @@ def load_tokenizer(model: schema.ModelConfig) -> Any:
     if model.custom_chat_template is not None:
         tokenizer.chat_template = model.custom_chat_template
     return tokenizer
-
-
-def _check_hub(name: str) -> None:
-    """Raise ValueError if a model is neither cached nor on the hub. Without this check, retries take minutes."""
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
-
-    if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return
-    logger.info("there is no folder %r: asking %s", name, constants.ENDPOINT)
-    try:
-        HfApi().model_info(name, timeout=10)
-    except Exception as error:
-        raise ValueError(
-            f"there is no folder {name!r}, and no model of that name was found at {constants.ENDPOINT}: "
-            f"{type(error).__name__}: {error}"
-        ) from error

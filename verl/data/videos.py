@@ -142,7 +142,7 @@ class Video:
         source = self._source
         if isinstance(source, Mapping):
             source = next((source[key] for key in ("bytes", "path", "url") if source.get(key) is not None), source)
-        if (data := load_media(source, self._folder, self._limits.allow_urls, self._error)) is not None:
+        if (data := load_media(source, self._folder, self._error)) is not None:
             return data
         raise self._error(
             "expected a list of frames, bytes, a path, or a dict with 'video', 'bytes', 'path' or 'url', found "

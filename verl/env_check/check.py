@@ -8,9 +8,7 @@ package may still fail to load; this process imports nothing heavy.
 """
 
 import os
-import resource
 import shutil
-import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,20 +25,10 @@ GIB = 2**30
 
 DISK_GIB = 10.0
 SHARED_MEMORY_GIB = 1.0
-OPEN_FILES = 65536
 
 __all__ = ["Check", "EnvReport", "check_env", "inspect_env"]
 
 # ---- the machine ----------------------------------------------------------------------------------------------------
-
-#: variable -> (value that slows down or breaks a run, its effect)
-_COSTLY = {
-    "NCCL_P2P_DISABLE": ("1", "GPUs of this host exchange data through main memory"),
-    "NCCL_SHM_DISABLE": ("1", "GPUs of this host exchange data through the network"),
-    "NCCL_IB_DISABLE": ("1", "hosts exchange data over TCP, not InfiniBand"),
-    "NCCL_DEBUG": ("TRACE", "NCCL writes a line for every call"),
-    "CUDA_LAUNCH_BLOCKING": ("1", "the CPU waits for every GPU kernel: for debugging only"),
-}
 
 
 @dataclass(frozen=True)
@@ -140,67 +128,6 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> Check | None:
     return Check("shared memory", NOTE, f"{total:.2f} GiB: too little for several processes (NCCL, Ray, loaders)", fix)
 
 
-def check_open_files() -> Check:
-    """Limit of open files and sockets per process: many workers need thousands."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    if soft == unlimited or soft >= OPEN_FILES // 8:
-        return Check("open files", OK, "unlimited" if soft == unlimited else str(soft))
-    reachable = OPEN_FILES if hard == unlimited else min(hard, OPEN_FILES)
-    return Check("open files", NOTE, f"{soft}: Ray and many workers need more", f"ulimit -n {reachable}")
-
-
-def check_variables(
-    environment: Mapping[str, str] = os.environ,
-    adapters: Path = Path("/sys/class/infiniband"),
-    routes: Path = Path("/proc/net/route"),
-) -> list[Check]:
-    """NCCL and CUDA variables: values that slow down a run, and network interfaces that do not exist.
-
-    Args:
-        environment: the variables.
-        adapters: folder in which Linux lists the InfiniBand adapters.
-        routes: Linux's routing table.
-    """
-    has_infiniband = adapters.is_dir() and any(adapters.iterdir())
-    checks = [
-        Check(name, NOTE, f"{value}: {effect}", f"unset {name}")
-        for name, (value, effect) in _COSTLY.items()
-        if environment.get(name) == value and (has_infiniband or name != "NCCL_IB_DISABLE")
-    ]
-    interfaces = environment.get("NCCL_SOCKET_IFNAME")
-    if interfaces is not None:
-        checks.append(_check_interfaces(interfaces, routes))
-    named = {check.name for check in checks}
-    others = [f"{k}={v}" for k, v in sorted(environment.items()) if k.startswith("NCCL_") and k not in named]
-    checks.append(Check("NCCL variables", OK, ", ".join(others) or "none set"))
-    return checks
-
-
-def _check_interfaces(value: str, routes: Path) -> Check:
-    """NCCL_SOCKET_IFNAME: prefixes of network interfaces; `=name` for an exact name; a leading `^` excludes."""
-    name = "NCCL_SOCKET_IFNAME"
-    present = [interface for _, interface in socket.if_nameindex()]
-    if value.startswith("^"):
-        prefixes = tuple(value[1:].removeprefix("=").split(","))
-        matching = [i for i in present if not (i in prefixes if value.startswith("^=") else i.startswith(prefixes))]
-    elif value.startswith("="):
-        matching = [i for i in present if i in value[1:].split(",")]
-    else:
-        matching = [i for i in present if i.startswith(tuple(value.split(",")))]
-    if matching:
-        return Check(name, OK, f"{value} (here: {', '.join(matching)})")
-    usable = _default_interface(routes)
-    fix = f"export {name}={usable}" if usable in present else f"unset {name}"
-    return Check(name, FAULT, f"{value} matches no network interface of this host ({', '.join(present)})", fix)
-
-
-def _default_interface(routes: Path) -> str | None:
-    """The interface of the default route, which leads to other hosts; None if there is none."""
-    lines = routes.read_text(encoding="utf-8").splitlines()[1:] if routes.is_file() else []
-    return next((fields[0] for fields in map(str.split, lines) if fields[1] == "00000000"), None)
-
-
 # ---- the check ------------------------------------------------------------------------------------------------------
 
 #: mode -> checks that it needs
@@ -257,8 +184,6 @@ def inspect_env() -> EnvReport:
         *packages.check_optional(probes),
         check_disk(),
         check_shared_memory(),
-        check_open_files(),
-        *check_variables(),
     ]
     present = tuple(check for check in checks if check is not None)
     return EnvReport(present, possible_modes(present))

@@ -4,24 +4,26 @@ import hashlib
 import io
 import json
 import logging
+import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.checkpoints.atomic import atomic_write, check_folder
 from verl.config.schema.offline import GenerationConfig
-from verl.data.dataset import Prompt, PromptDataset, rows_to_use
+from verl.data.dataset import Prompt, PromptDataset, describe_overlong, rows_to_use
 from verl.data.files import Rows, read_rows
 from verl.data.forms import PROMPTS, find_column, note_columns
 from verl.data.media import media_columns
-from verl.data.media_files import relocated
 from verl.data.media_source import FEWER_IMAGE_TOKENS
 from verl.data.tokenization import TokenTable, refuse_media
+from verl.utils.paths import resolved
 
 RESPONSES = "responses"
 """The column with the responses in the output file."""
@@ -86,15 +88,12 @@ class PromptSet(PromptDataset):
         return super()._check_and_decode(row, rows, index, [index])
 
     def _check_lengths(self, limit: int) -> None:
-        lengths = [len(ids) for ids in self.prompt_ids]
-        too_long = [i for i, length in enumerate(lengths) if length > limit]
-        if too_long:
-            first, longest = too_long[0], max(lengths)
+        overlong = {i: len(ids) for i, ids in enumerate(self.prompt_ids) if len(ids) > limit}
+        if overlong:
             fixes = "raise the limit" if self.media is None else f"raise the limit, {FEWER_IMAGE_TOKENS}"
             raise ValueError(
-                f"rollout.prompt_length: {len(too_long):,} of {len(lengths):,} prompts are longer than {limit:,} "
-                f"tokens, the first: {self.rows.location(first)}, with {lengths[first]:,}; the longest has "
-                f"{longest:,}: {fixes}, or remove these rows from the file"
+                f"rollout.prompt_length: {len(overlong):,} of {len(self):,} prompts are longer than {limit:,} tokens; "
+                f"{describe_overlong(overlong, self.rows)}: {fixes}, or remove these rows from the file"
             )
 
 
@@ -173,6 +172,38 @@ def _relocated(prompts: PromptSet, index: int, row: Mapping[str, Any], folder: P
         return {}
     columns, start = (*media_columns(prompts.config), prompts.prompt_key), prompts.rows.folder(index)
     return {name: relocated(row[name], start, folder, name != prompts.prompt_key) for name in columns if name in row}
+
+
+#: keys of a content part or a source that may be a path
+_PATH_KEYS = ("image", "images", "video", "videos", "path", "url", "image_url", "content")
+
+
+def relocated(value: Any, folder: Path, target: Path, is_source: bool = True) -> Any:
+    """A value of a row whose paths of images and videos start from another folder.
+
+    Args:
+        value: of a column with images, videos or chat messages.
+        folder: where its relative paths start.
+        target: where those of the result start. Paths that are absolute, and texts that are no file, are kept.
+        is_source: whether a text may be a path; false for a column of prompts.
+    """
+    if isinstance(value, str):
+        is_relative = is_source and not value.startswith(("data:", "http://", "https://", "file://", "~", "/"))
+        is_moved = is_relative and _is_file(folder / value)
+        return os.path.relpath(resolved(folder) / value, resolved(target)) if is_moved else value
+    if isinstance(value, Mapping):
+        names = [name for name in _PATH_KEYS if name in value and value.get("bytes") is None]
+        return {**value, **{name: relocated(value[name], folder, target, name != "content") for name in names}}
+    if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object):
+        return [relocated(each, folder, target, is_source) for each in value]
+    return value
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a text that is no path
+        return False
 
 
 # ---- responses on disk during generation ----------------------------------------------------------------------------
@@ -261,18 +292,10 @@ class ResponseShards:
         )
 
     def open(self) -> None:
-        """Create the folder, and warn of shards of other settings next to it."""
+        """Create the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.folder / "settings.json") as draft:
             draft.write_text(json.dumps(self.settings, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        for other in sorted(self.folder.parent.glob("*/settings.json")):
-            if other.parent != self.folder:
-                logger.warning(
-                    "%s contains responses generated with other settings (%s); they are not used. Delete the folder if "
-                    "you do not need them",
-                    other.parent,
-                    describe_changes(json.loads(other.read_text(encoding="utf-8")), self.settings),
-                )
 
     def prompt_indices(self, shard: int) -> range:
         """Return the indices of the prompts of a shard."""

@@ -197,7 +197,6 @@ def comparison_table(comparison: BySource[PairedComparison], confidence: float) 
             table.add_row(*head, f"{confidence:.0%} interval", f"{result.low:+.4f} .. {result.high:+.4f}")
         table.add_row(*head, "p, sign-flip test", _format_p(result.p_value))
         table.add_row(*head, "better, worse, equal", f"{result.wins:,}, {result.losses:,}, {result.ties:,}")
-        table.add_row(*head, "p, sign test", _format_p(result.sign_test_p))
     return table
 
 

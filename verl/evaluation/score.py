@@ -13,7 +13,7 @@ import numpy as np
 
 from verl.config.schema.offline import EvalConfig, EvalDataConfig, EvalRewardConfig
 from verl.data.columns import reward_info
-from verl.data.files import DEFAULT_SOURCE, extra_info_column, read_rows
+from verl.data.files import DEFAULT_SOURCE, read_rows
 from verl.data.forms import PROMPTS, TRUTHS, find_column
 from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
@@ -80,8 +80,7 @@ def read_responses(paths: Sequence[str], data: EvalDataConfig) -> list[PromptWit
             f"data.reward_model_key) or a column 'answer'; found {', '.join(rows.columns)}"
         )
     seen: Counter[str] = Counter()
-    extra_info = extra_info_column(rows)
-    read = {data.prompt_key, data.response_key, data.data_source_key, data.reward_model_key, extra_info}
+    read = {data.prompt_key, data.response_key, data.data_source_key, data.reward_model_key, "extra_info"}
     others, prompts = [name for name in rows.columns if name not in read], []
     for index, row in enumerate(rows):
         location, responses = rows.location(index), row[data.response_key]
@@ -97,7 +96,7 @@ def read_responses(paths: Sequence[str], data: EvalDataConfig) -> list[PromptWit
         seen[prompt] += 1
         key = f"{prompt}#{seen[prompt]}"  # a prompt that occurs twice in a file counts as two prompts
         ground_truth = _ground_truth(row[truth], location, truth, truth == data.reward_model_key)
-        info = reward_info(row, others, extra_info)
+        info = reward_info(row, others)
         prompts.append(PromptWithResponses(key, row[data.prompt_key], source, ground_truth, info, responses, location))
     return prompts
 

@@ -122,7 +122,6 @@ class PairedComparison:
         low, high: Its bootstrap interval; None for a single prompt.
         p_value: Two-sided p-value of the sign-flip test.
         wins, losses, ties: Prompts on which the first model is better, worse, or equal.
-        sign_test_p: Exact two-sided p-value of the sign test.
     """
 
     prompts: int
@@ -133,7 +132,6 @@ class PairedComparison:
     wins: int
     losses: int
     ties: int
-    sign_test_p: float
 
 
 def compare_paired(
@@ -155,7 +153,6 @@ def compare_paired(
         wins=wins,
         losses=losses,
         ties=len(differences) - wins - losses,
-        sign_test_p=sign_test(wins, losses),
     )
 
 
@@ -176,14 +173,3 @@ def sign_flip_test(differences: np.ndarray, *, samples: int = 10_000, seed: int 
         as_far += int((np.abs(signs @ differences) / len(differences) >= observed - 1e-12).sum())
         remaining -= size
     return as_far / (samples + 1)
-
-
-def sign_test(wins: int, losses: int) -> float:
-    """Return the exact two-sided p-value of the sign test, without ties.
-
-    Twice the binomial probability of at most min(wins, losses) successes, capped at 1.
-    """
-    n, smaller = wins + losses, min(wins, losses)
-    i = np.arange(1, smaller + 1)
-    log_probabilities = np.concatenate([[0.0], np.cumsum(np.log((n - i + 1) / i))]) - n * np.log(2)
-    return min(1.0, 2 * float(np.exp(log_probabilities).sum()))

@@ -1,14 +1,11 @@
 """The command line: python -m verl.model_merger merge | test."""
 
 import argparse
-import math
 import re
 import sys
 from pathlib import Path
 
 from verl.processes.streams import command_output
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 #: options of public scripts
 _WITHOUT_EFFECT = {
@@ -26,12 +23,10 @@ examples:
 """
 
 
-def _parse_size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?B?)", text.strip().upper())
-    size = float(match[1]) * _UNITS[match[2]] if match is not None and match[2] in _UNITS else 0.0
-    if not 1 <= size < math.inf:
+def _size(text: str) -> str:
+    if re.fullmatch(r"[0-9.]+\s*[KMGT]B", text.upper()) is None:
         raise argparse.ArgumentTypeError(f"expected a size like 5GB or 500MB, found {text!r}")
-    return int(size)
+    return text
 
 
 def _underscores(argument: str) -> str:
@@ -76,12 +71,9 @@ def parser(program: str = "python -m verl.model_merger") -> argparse.ArgumentPar
         default="keep",
         help="dtype of the weights; keep (default): as in the checkpoint",
     )
-    merge.add_argument(
-        "--max_shard_size", type=_parse_size, default="5GB", help="maximum size of a weight file; default 5GB"
-    )
+    merge.add_argument("--max_shard_size", type=_size, default="5GB", help="maximum size of a weight file; default 5GB")
     merge.add_argument("--allow_unchanged", action="store_true", help="do not compare the result with the base model")
     merge.add_argument("--overwrite", action="store_true", help="replace the weights in a non-empty target_dir")
-    merge.add_argument("--adapter_dir", type=Path, help="also write the LoRA adapters there, in peft's format")
 
     test = commands.add_parser("test", parents=[common], help="compare a checkpoint with a HuggingFace folder")
     test.add_argument("--test_hf_dir", type=Path, required=True, help="the folder to compare with")
@@ -118,7 +110,7 @@ def main(arguments: list[str] | None = None, program: str = "python -m verl.mode
             )
             return 1 if faults else 0
         options = {name: value for name, value in vars(parsed).items() if name not in ("command", *_WITHOUT_EFFECT)}
-        merge(MergeOptions(max_shard_bytes=options.pop("max_shard_size"), **options))
+        merge(MergeOptions(**options))
     except (ValueError, OSError) as error:
         return print_error(error)
     return 0

@@ -3,7 +3,6 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -12,7 +11,15 @@ from verl.checkpoints.safetensors_files import has_weights
 from verl.checkpoints.store import content_faults, size_faults
 from verl.engines.traits import strategy_traits
 from verl.model_merger.fsdp import RankFiles, is_rank_file
-from verl.model_merger.lora import AdaptersOverBase, MergedAdapters, find_settings, has_adapters, recorded_base
+from verl.model_merger.lora import (
+    Adapters,
+    MergedAdapters,
+    among_weights,
+    has_adapters,
+    lora_settings,
+    over_base,
+    recorded_base,
+)
 from verl.model_merger.megatron import FOLDER as DIST_CKPT
 from verl.model_merger.megatron import MegatronCheckpoint
 from verl.model_merger.sources import DistributedCheckpoint, SafetensorsFolder, WeightSource, local_folder
@@ -30,23 +37,16 @@ class Checkpoint:
 
     Attributes:
         folder: `.../actor`.
-        recorded: File path relative to the checkpoint -> {"bytes", "sha256"}, from the manifest; empty without one.
     """
 
     folder: Path
-    source: WeightSource
+    source: WeightSource | Adapters
     format_name: str
-    recorded: dict[str, dict[str, Any]]
 
     @property
     def config_folder(self) -> Path:
         """The folder with the HuggingFace config and tokenizer."""
         return self.folder / "huggingface"
-
-    @property
-    def is_merged(self) -> bool:
-        """Whether `huggingface/` already contains the weights."""
-        return isinstance(self.source, SafetensorsFolder)
 
 
 def base_models(folder: Path) -> list[str]:
@@ -87,7 +87,7 @@ def open_checkpoint(folder: Path, base: str | None = None, backend: str = "fsdp"
     folder = resolved(folder)
     if not folder.is_dir():
         raise ValueError(f"no folder {folder}: {_EXPECTED}")
-    recorded = _verify_manifest(folder)
+    _verify_manifest(folder)
     has_rank_files = any(is_rank_file(path) for path in folder.iterdir())
     has_shards = (folder / "shards").is_dir()
     if has_rank_files and has_shards:
@@ -105,15 +105,18 @@ def open_checkpoint(folder: Path, base: str | None = None, backend: str = "fsdp"
             "(from the base model, if training did not change them)"
         )
     if adapters:
-        return _adapter_checkpoint(folder, base, recorded)
-    return Checkpoint(folder, source, format_name, recorded)
+        return _adapter_checkpoint(folder, base)
+    return Checkpoint(folder, source, format_name)
 
 
-def with_adapters_merged(checkpoint: Checkpoint, alpha: float | None) -> WeightSource:
+def with_adapters_merged(checkpoint: Checkpoint, alpha: float | None, trust_remote_code: bool = False) -> WeightSource:
     """Return the checkpoint's weights with adapters merged, if any. Raises ValueError for alpha without adapters."""
     source = checkpoint.source
-    if any(".lora_" in name for name in source.names()):
-        return MergedAdapters(source, find_settings(checkpoint.folder, alpha))
+    if isinstance(source, WeightSource) and any(".lora_" in name for name in source.names()):
+        source = among_weights(source)
+    if isinstance(source, Adapters):
+        settings = lora_settings(checkpoint.folder, alpha)
+        return MergedAdapters(source, settings, checkpoint.config_folder, trust_remote_code)
     if alpha is not None:
         raise ValueError("--lora_alpha is set, but the checkpoint contains no LoRA adapters")
     return source
@@ -137,7 +140,7 @@ def _full_weights(folder: Path, has_rank_files: bool, has_shards: bool) -> tuple
     return None, ""
 
 
-def _adapter_checkpoint(folder: Path, base: str | None, recorded: dict[str, dict[str, Any]]) -> Checkpoint:
+def _adapter_checkpoint(folder: Path, base: str | None) -> Checkpoint:
     """Open a checkpoint that contains only adapters, with the weights of their base model."""
     adapters = folder / "lora_adapter"
     path, problem = find_base(folder, base)
@@ -146,7 +149,7 @@ def _adapter_checkpoint(folder: Path, base: str | None, recorded: dict[str, dict
             f"{adapters} contains only LoRA adapters, and their base model is required: {problem}. "
             "Set it with --base (relative paths start from the current directory)"
         )
-    return Checkpoint(folder, AdaptersOverBase(adapters, path), f"LoRA adapters of {path}", recorded)
+    return Checkpoint(folder, over_base(adapters, path), f"LoRA adapters of {path}")
 
 
 def _describe_folder(folder: Path) -> str:
@@ -170,11 +173,11 @@ def _describe_folder(folder: Path) -> str:
     return f"{folder} is not a checkpoint: {_EXPECTED}; found {names[:8] or 'nothing'}"
 
 
-def _verify_manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    """Verify weights and config against the checkpoint's manifest, if there is one, and return its entries."""
+def _verify_manifest(folder: Path) -> None:
+    """Verify weights and config against the checkpoint's manifest, if there is one."""
     root, role = folder.parent, folder.name
     if not (root / MANIFEST).is_file():
-        return {}
+        return
     try:
         recorded = read_json(root / MANIFEST)["files"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError) as error:
@@ -184,4 +187,3 @@ def _verify_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     faults = list(size_faults(root, used)) or list(content_faults(root, used))
     if faults:
         raise ValueError(f"{root} is damaged: {'; '.join(faults)}")
-    return recorded

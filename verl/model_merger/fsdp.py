@@ -1,24 +1,23 @@
 """Rank files of FSDP checkpoints: `model_world_size_W_rank_R.pt`, one file per rank, as verl's FSDP workers write them.
 
 actor/
-  model_world_size_2_rank_0.pt   shards of rank 0: DTensor (FSDP2, FSDP1 with a device mesh), ShardedTensor (FSDP1
-  model_world_size_2_rank_1.pt   without one), or plain tensors (a single rank; buffers, replicated on every rank)
+  model_world_size_2_rank_0.pt   shards of rank 0: DTensor (FSDP2, FSDP1 with a device mesh), or plain tensors (a
+  model_world_size_2_rank_1.pt   single rank; buffers, replicated on every rank)
   optim_..., extra_state_...     not read
   fsdp_config.json               {"FSDP_version": 2, "world_size": 2}
   huggingface/                   config and tokenizer
 
-A rank file is a pickle. Loading it normally creates DTensors and ShardedTensors, which needs a process group and fails
-for files of older torch releases. Here the pickle is read as data: objects of torch.distributed become records of their
-fields, tensors are memory-mapped, and all other classes are rejected, so an untrusted file cannot run code.
+A rank file is a pickle. Loading it normally creates DTensors, which needs a process group and fails for files of older
+torch releases. Here the pickle is read as data: objects of torch.distributed become records of their fields, tensors
+are memory-mapped, and all other classes are rejected, so an untrusted file cannot run code.
 """
 
 import pickle
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,53 +84,39 @@ class RankFiles(WeightSource):
             _WRAPPERS.sub("", name): (name, [(path.name, rank[name]) for path, rank in zip(self.files, shards)])
             for name in shards[0]
         }
-        self._layouts: dict[str, tuple[TensorInfo, list[LocatedShard]]] = {}
 
     def names(self) -> list[str]:
         return list(self._shards)
 
-    def infos(self, expected: Mapping[str, Shape]) -> dict[str, TensorInfo]:
-        return {name: self._layout(name, expected.get(name))[0] for name in self._shards}
-
     def read(self, name: str) -> torch.Tensor:
-        return assemble(name, *self._layout(name))
-
-    def _layout(self, name: str, expected: Shape | None = None) -> tuple[TensorInfo, list[LocatedShard]]:
-        """See `layout_of`; the first call decides. expected: shape of the tensor in the model, if known."""
-        if name not in self._layouts:
-            self._layouts[name] = layout_of(*self._shards[name], expected)
-        return self._layouts[name]
+        return assemble(name, *layout_of(*self._shards[name]))
 
 
 # ---- one tensor on all ranks ----------------------------------------------------------------------------------------
 
 
-def layout_of(
-    name: str, shards: list[tuple[str, "RankShard"]], expected: Shape | None
-) -> tuple[TensorInfo, list[LocatedShard]]:
+def layout_of(name: str, shards: list[tuple[str, "RankShard"]]) -> tuple[TensorInfo, list[LocatedShard]]:
     """The full tensor, and every shard with its offset in it.
 
     Args:
         name: of the tensor.
-        shards: (file name, what it has of the tensor), in the order of ranks.
-        expected: shape of the tensor in the model, if known.
+        shards: (file name, what it has of the tensor), in the order of ranks. A plain tensor is a replica.
     """
     contents = [shard for _, shard in shards]
     types = {type(shard) for shard in contents}
     if len(types) != 1:
         raise ValueError(f"{name}: expected one type on all ranks, found {sorted(t.__name__ for t in types)}")
     if torch.Tensor in types:
-        shape, offsets = _plain_layout(name, contents, expected)
-        located = [(origin, offset, shard) for (origin, shard), offset in zip(shards, offsets)]
-        return TensorInfo(shape, contents[0].dtype), located
-    layouts = {(shard.shape, getattr(shard, "placements", ())) for shard in contents}
+        shapes = {tuple(shard.shape) for shard in contents}
+        if len(shapes) != 1:
+            raise ValueError(f"{name}: expected replicas in the rank files, found the shapes {sorted(shapes)}")
+        located = [(origin, (0,) * shard.dim(), shard) for origin, shard in shards]
+        return TensorInfo(*shapes, contents[0].dtype), located
+    layouts = {(shard.shape, shard.placements) for shard in contents}
     if len(layouts) != 1:
         raise ValueError(f"{name}: the rank files disagree on its shape or placements: {sorted(map(str, layouts))}")
-    if DTensorShard in types:
-        mesh_shape = [1 + max(axis) for axis in zip(*(shard.coordinate for shard in contents))]
-        located = [(origin, _dtensor_offset(name, origin, shard, mesh_shape), shard.local) for origin, shard in shards]
-    else:
-        located = [(origin, offset, local) for origin, shard in shards for offset, local in shard.local_shards]
+    mesh_shape = [1 + max(axis) for axis in zip(*(shard.coordinate for shard in contents))]
+    located = [(origin, _dtensor_offset(name, origin, shard, mesh_shape), shard.local) for origin, shard in shards]
     return TensorInfo(contents[0].shape, located[0][2].dtype), located
 
 
@@ -145,20 +130,6 @@ def _dtensor_offset(name: str, origin: str, shard: "DTensorShard", mesh_shape: l
     if tuple(size) != shard.local.shape:
         raise ValueError(f"{origin}: its shard of {name} has shape {tuple(shard.local.shape)}, expected {tuple(size)}")
     return tuple(offset)
-
-
-def _plain_layout(name: str, shards: list[torch.Tensor], expected: Shape | None) -> tuple[Shape, list[Shape]]:
-    """Shape of the full tensor, and the offsets of replicas or row shards: the shape in the model decides."""
-    shapes = [tuple(shard.shape) for shard in shards]
-    if len(shapes) == 1 or all(shape == expected for shape in shapes):
-        return shapes[0], [(0,) * len(shape) for shape in shapes]
-    rows = [shape[0] if shape else 0 for shape in shapes]
-    if expected and all(shape[1:] == expected[1:] for shape in shapes if shape) and sum(rows) == expected[0]:
-        return expected, [(start, *(0,) * (len(expected) - 1)) for start in accumulate(rows[:-1], initial=0)]
-    raise ValueError(
-        f"{name} is a plain tensor of shapes {shapes} in the rank files: expected replicas or row shards of "
-        f"{'a tensor of the model' if expected is None else expected}"
-    )
 
 
 # ---- one rank file --------------------------------------------------------------------------------------------------
@@ -179,19 +150,7 @@ class DTensorShard:
     placements: tuple[int | None, ...]
 
 
-@dataclass(frozen=True)
-class ShardedTensorShard:
-    """The shards of a ShardedTensor on one rank (FSDP1 without a device mesh).
-
-    Attributes:
-        local_shards: (offset in the full tensor, contents).
-    """
-
-    shape: Shape
-    local_shards: tuple[tuple[Shape, torch.Tensor], ...]
-
-
-RankShard = DTensorShard | ShardedTensorShard | torch.Tensor
+RankShard = DTensorShard | torch.Tensor
 
 
 def read_rank_file(path: Path) -> dict[str, RankShard]:
@@ -235,11 +194,7 @@ def _shard(path: Path, name: str, value: Any) -> RankShard:
         )
     if type_name == "DTensor":
         return _dtensor(path, name, value)
-    if type_name == "ShardedTensor":
-        local_shards, metadata = value.state[:2]
-        located = ((tuple(s.state["metadata"].state["shard_offsets"]), s.state["tensor"]) for s in local_shards)
-        return ShardedTensorShard(tuple(metadata.state["size"]), tuple(located))
-    raise ValueError(f"{path}: {name}: expected a tensor, a DTensor or a ShardedTensor, found {type_name}")
+    raise ValueError(f"{path}: {name}: expected a tensor or a DTensor, found {type_name}")
 
 
 def _dtensor(path: Path, name: str, value: "_Record") -> DTensorShard:

@@ -13,13 +13,12 @@ layers, or has a separate key:
 """
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from verl.engines.megatron.layout import ARCHITECTURES, Conversion, ShardRank, conversions
-from verl.model_merger.sources import Shape, ShardFiles, TensorInfo, WeightSource
+from verl.model_merger.sources import ShardFiles, WeightSource
 from verl.utils.paths import read_json
 
 FOLDER = "dist_ckpt"
@@ -81,14 +80,6 @@ class MegatronCheckpoint(WeightSource):
 
     def names(self) -> list[str]:
         return list(self._conversions)
-
-    def infos(self, expected: Mapping[str, Shape]) -> dict[str, TensorInfo]:
-        infos = {}
-        for name, conversion in self._conversions.items():
-            key, _ = self._stored(conversion)[0][0]  # all tensors of a parameter have one dtype
-            shape = conversion.shapes[conversion.sources.index(name)]
-            infos[name] = TensorInfo(shape, self._tensors[key].properties.dtype)
-        return infos
 
     def read(self, name: str) -> torch.Tensor:
         conversion = self._conversions[name]

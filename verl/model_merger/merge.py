@@ -1,24 +1,23 @@
 """Merge a checkpoint into a verified HuggingFace folder, or compare it with one."""
 
-import filecmp
 import json
 import logging
-import math
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 from verl.checkpoints.atomic import fsync
-from verl.checkpoints.safetensors_files import INDEX, SINGLE_FILE
+from verl.checkpoints.safetensors_files import INDEX
 from verl.model_merger.checkpoint import Checkpoint, find_base, open_checkpoint, with_adapters_merged
-from verl.model_merger.huggingface import Export, check_against_checkpoint, describe, first_difference
-from verl.model_merger.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MergedAdapters
+from verl.model_merger.huggingface import Export, check_folder, checksums, describe, disk_tensors, first_difference
+from verl.model_merger.lora import MergedAdapters
 from verl.model_merger.sources import SafetensorsFolder
 from verl.utils.paths import read_json, resolved
 
@@ -28,43 +27,28 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "
 
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """Yield an empty folder next to `target` that replaces `target` when the block ends.
+    """Yield an empty folder next to `target`, which becomes `target` when the block ends.
 
-    Other files in `target` are kept, except weights. If the block raises, `target` is not changed. Temporary folders of
-    a killed process are removed by the next call.
+    If there is a target, its weights are replaced, and its other files are kept. If the block raises, it is not
+    changed. The folder of a killed process is removed by the next call.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.merging")
-    replaced = target.with_name(f".{target.name}.replaced")
-    if replaced.exists() and not target.exists():  # killed between the two renames below
-        replaced.rename(target)
-    for leftover in (draft, replaced):
-        if leftover.exists():
-            shutil.rmtree(leftover)
+    shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     try:
         yield draft
-        if target.exists():
-            _carry_over(target, draft)
-        for path in [*draft.rglob("*"), draft]:
+        for path in [*draft.iterdir(), draft]:
             fsync(path)
-    except BaseException:
+        if not target.exists():
+            draft.rename(target)
+            return
+        for path in weight_files(target):
+            path.unlink()
+        for path in draft.iterdir():
+            path.replace(target / path.name)
+    finally:
         shutil.rmtree(draft, ignore_errors=True)
-        raise
-    if target.exists():
-        target.rename(replaced)
-    draft.rename(target)
-    if replaced.exists():
-        shutil.rmtree(replaced)
-
-
-def _carry_over(old: Path, new: Path) -> None:
-    weights = set(weight_files(old))
-    for path in old.rglob("*"):
-        copy = new / path.relative_to(old)
-        if path.is_file() and path not in weights and not copy.exists():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(path, copy)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -72,30 +56,15 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
 
 
-def write_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> int:
-    """Write tensors into safetensors files, with one file in memory at a time. Returns their number.
-
-    Args:
-        max_bytes: Maximum size of a file; a file contains at least one tensor.
-    """
-    file_of: dict[str, int] = {}
-    contents: dict[str, torch.Tensor] = {}
-    count, filled, total = 1, 0, 0
-    for name, tensor in tensors:
-        if contents and filled + tensor.nbytes > max_bytes:
-            save_file(contents, folder / f"{count}.part", metadata={"format": "pt"})
-            contents, filled, count = {}, 0, count + 1
-        contents[name], file_of[name] = tensor.contiguous(), count
-        filled += tensor.nbytes
-        total += tensor.nbytes
-    save_file(contents, folder / f"{count}.part", metadata={"format": "pt"})
-    files = {n: f"model-{n:05}-of-{count:05}.safetensors" if count > 1 else SINGLE_FILE for n in range(1, count + 1)}
-    for number, file in files.items():
-        (folder / f"{number}.part").rename(folder / file)
-    if count > 1:
-        weight_map = {name: files[number] for name, number in sorted(file_of.items())}
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    return len(file_of)
+def write_weights(folder: Path, tensors: Mapping[str, torch.Tensor], max_shard_size: str | int) -> None:
+    """Write tensors into safetensors files of at most `max_shard_size`, with an index if there are several."""
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
+    for file, names in split.filename_to_tensors.items():
+        contents = {name: tensors[name].clone(memory_format=torch.contiguous_format) for name in names}
+        save_file(contents, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def write_config(source: Path, folder: Path, architecture: str, dtype: torch.dtype, num_labels: int | None) -> None:
@@ -118,12 +87,7 @@ def write_config(source: Path, folder: Path, architecture: str, dtype: torch.dty
         changed["id2label"] = {str(i): f"LABEL_{i}" for i in range(num_labels)}
         changed["label2id"] = {label: int(i) for i, label in changed["id2label"].items()}
     if changed != config:
-        write_json(folder / "config.json", changed)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write indented JSON with a final newline, as HuggingFace does."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 
 logger = logging.getLogger("verl.model_merger")
@@ -139,12 +103,11 @@ class MergeOptions:
     target_dir: Path
     backend: str = "fsdp"
     dtype: str = "keep"
-    max_shard_bytes: int = 5 * 10**9
+    max_shard_size: str | int = "5GB"
     base: str | None = None
     allow_unchanged: bool = False
     overwrite: bool = False
     lora_alpha: float | None = None
-    adapter_dir: Path | None = None
     trust_remote_code: bool = False
 
 
@@ -158,37 +121,32 @@ def merge(options: MergeOptions) -> Path:
     checkpoint = open_checkpoint(options.local_dir, options.base, options.backend)
     export = _export(checkpoint, options.lora_alpha, options.trust_remote_code, DTYPES[options.dtype])
     target = resolved(options.target_dir)
-    logger.info("%s: %s, %s", checkpoint.folder, checkpoint.format_name, type(export.model.module).__name__)
-    if checkpoint.is_merged and target == checkpoint.config_folder:
-        return _already_merged(checkpoint, export, options)
+    logger.info("%s: %s, %s", checkpoint.folder, checkpoint.format_name, type(export.model).__name__)
     _check_target(target, checkpoint, options.overwrite)
-    if options.adapter_dir is not None:
-        _check_adapter_target(export, options)
     base = _base_folder(checkpoint, options.base)
     if base is not None and resolved(base) == target:
         raise ValueError(f"--target_dir {target} is the base model: choose another folder")
-    export.check_tied()
+    module = export.load()
+    tensors, expected, dtype = disk_tensors(export.model, module), checksums(module), module.dtype
     with staged(target) as folder:
         model = export.model
-        labels = model.config.num_labels if "score.weight" in model.shapes else None
-        write_config(checkpoint.config_folder, folder, type(model.module).__name__, export.main_dtype, labels)
+        labels = model.config.num_labels if "score.weight" in tensors else None
+        write_config(checkpoint.config_folder, folder, type(model).__name__, dtype, labels)
         generation = "generation_config.json"  # of a language model, with its stop tokens; if missing, of the base
         if labels is None and base and not (folder / generation).is_file() and (base / generation).is_file():
             shutil.copy2(base / generation, folder / generation)
-        _check_recorded_files(target, folder, checkpoint)
-        count = write_weights(folder, export.tensors(), options.max_shard_bytes)
+        write_weights(folder, tensors, options.max_shard_size)
+        count, parameters = len(tensors), module.num_parameters()
+        del module, tensors  # one model is in memory at a time
         if not options.allow_unchanged:
             _check_changed(folder, base, export)
-        difference = check_against_checkpoint(folder, export)
-    if options.adapter_dir is not None:
-        _export_adapter(export, options, base)
+        check_folder(folder, model, dtype, expected)
     logger.info(
-        "%s: %d tensors, %d parameters, %s; verified, logits differ from the checkpoint's by at most %.2g",
+        "%s: %d tensors, %d parameters, %s; verified: every tensor is that of the checkpoint",
         target,
         count,
-        sum(math.prod(info.shape) for info in export.infos.values()),
-        str(export.main_dtype).removeprefix("torch."),
-        difference,
+        parameters,
+        str(dtype).removeprefix("torch."),
     )
     return target
 
@@ -201,7 +159,7 @@ def compare(
     trust_remote_code: bool,
     base: str | None = None,
 ) -> list[str]:
-    """Compare a checkpoint, merged in memory tensor by tensor, with a HuggingFace folder.
+    """Compare a checkpoint, merged in memory, with a HuggingFace folder.
 
     The checkpoint's tensors are rounded to the dtype of the folder's. No other difference is tolerated, because a step
     of reinforcement learning may change a weight by one part in a million.
@@ -211,40 +169,23 @@ def compare(
     """
     export = _export(open_checkpoint(local_dir, base, backend), lora_alpha, trust_remote_code, None)
     other = SafetensorsFolder(folder)
-    other_infos = other.infos({})
-    faults, compared = [], set()
-    for name, tensor in export.tensors():
-        compared.add(name)
-        if name not in other_infos:
+    others, tensors, faults = set(other.names()), disk_tensors(export.model, export.load()), []
+    for name, tensor in tensors.items():
+        if name not in others:
             faults.append(f"{name} is only in {local_dir}")
-        elif other_infos[name].shape != tuple(tensor.shape):
-            faults.append(
-                f"{name} has shape {tuple(tensor.shape)} in the checkpoint, {other_infos[name].shape} in the folder"
-            )
-        else:
-            difference = (tensor.to(other_infos[name].dtype).double() - other.read(name).double()).abs().max().item()
-            if difference:
-                faults.append(f"{name} differs by up to {difference:.3g}")
-    return [f"{name} is only in {folder}" for name in other_infos if name not in compared] + faults
+            continue
+        expected = other.read(name)
+        if expected.shape != tensor.shape:
+            shapes = f"{tuple(tensor.shape)} in the checkpoint, {tuple(expected.shape)} in the folder"
+            faults.append(f"{name} has shape {shapes}")
+        elif difference := (tensor.to(expected.dtype).double() - expected.double()).abs().max().item():
+            faults.append(f"{name} differs by up to {difference:.3g}")
+    return [f"{name} is only in {folder}" for name in other.names() if name not in tensors] + faults
 
 
 def _export(checkpoint: Checkpoint, alpha: float | None, trust_remote_code: bool, dtype: torch.dtype | None) -> Export:
-    source = with_adapters_merged(checkpoint, alpha)
+    source = with_adapters_merged(checkpoint, alpha, trust_remote_code)
     return Export(source, describe(checkpoint.config_folder, source.names(), trust_remote_code), dtype)
-
-
-def _already_merged(checkpoint: Checkpoint, export: Export, options: MergeOptions) -> Path:
-    """Verify a single-device checkpoint in place, without changing it."""
-    if export.dtype is not None:
-        raise ValueError(
-            f"--target_dir {checkpoint.config_folder} is the checkpoint itself, which --dtype {options.dtype} would "
-            "overwrite: choose another folder"
-        )
-    if not options.allow_unchanged:
-        _check_changed(checkpoint.config_folder, _base_folder(checkpoint, options.base), export)
-    check_against_checkpoint(checkpoint.config_folder, export)
-    logger.info("%s is already a HuggingFace model: verified, nothing written", checkpoint.config_folder)
-    return checkpoint.config_folder
 
 
 def _check_target(target: Path, checkpoint: Checkpoint, overwrite: bool) -> None:
@@ -253,32 +194,12 @@ def _check_target(target: Path, checkpoint: Checkpoint, overwrite: bool) -> None
         raise ValueError(f"--target_dir {target}: expected a folder, found a file")
     if checkpoint.folder.is_relative_to(target):
         raise ValueError(f"--target_dir {target} contains the checkpoint itself: choose a separate folder")
-    in_checkpoint = target == checkpoint.config_folder
-    if target.is_dir() and any(target.iterdir()) and not in_checkpoint and not overwrite:
+    if target.is_relative_to(checkpoint.folder):
+        raise ValueError(f"--target_dir {target} is in the checkpoint, which must not change: choose another folder")
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise ValueError(
             f"--target_dir {target} is not empty: choose another folder, or replace its weights with --overwrite"
         )
-    if in_checkpoint and any(_recorded_as(checkpoint, path) in checkpoint.recorded for path in weight_files(target)):
-        raise ValueError(
-            f"--target_dir {target} contains weights of the checkpoint, and replacing them would prevent resuming "
-            "from it: choose another folder"
-        )
-
-
-def _recorded_as(checkpoint: Checkpoint, path: Path) -> str:
-    root = checkpoint.folder.parent
-    return path.relative_to(root).as_posix() if path.is_relative_to(root) else ""
-
-
-def _check_recorded_files(target: Path, folder: Path, checkpoint: Checkpoint) -> None:
-    """Raise ValueError if a file would change whose checksum is verified when a run resumes."""
-    for path in folder.iterdir():
-        old = target / path.name
-        if _recorded_as(checkpoint, old) in checkpoint.recorded and not filecmp.cmp(path, old, shallow=False):
-            raise ValueError(
-                f"{old} belongs to the checkpoint and would change (another dtype or architecture), which would "
-                "prevent resuming from it: choose another --target_dir"
-            )
 
 
 # ---- the base model -------------------------------------------------------------------------------------------------
@@ -299,7 +220,7 @@ def _base_folder(checkpoint: Checkpoint, name: str | None) -> Path | None:
 def _check_changed(folder: Path, base: Path | None, export: Export) -> None:
     """Warn if training changed nothing. Raises ValueError if the result lost the changes by rounding to --dtype."""
     source = export.source
-    if isinstance(source, MergedAdapters) and source.is_untrained():
+    if isinstance(source, MergedAdapters) and source.is_untrained:
         logger.warning("all LoRA adapters are zero: they were saved before the first step, or never trained")
         return
     if base is None:
@@ -311,7 +232,7 @@ def _check_changed(folder: Path, base: Path | None, export: Export) -> None:
     if export.dtype is not None:
         raise ValueError(
             f"the result equals the base model {base}: the trained weights were not saved, or the changes are lost by "
-            f"rounding to {export.main_dtype} (use --dtype float32). "
+            f"rounding to {export.dtype} (use --dtype float32). "
             "To write the model anyway, use --allow_unchanged"
         )
     logger.warning(
@@ -319,22 +240,3 @@ def _check_changed(folder: Path, base: Path | None, export: Export) -> None:
         "are all equal, a learning rate of 0, or skipped updates leave the model unchanged",
         base,
     )
-
-
-# ---- adapters -------------------------------------------------------------------------------------------------------
-
-
-def _check_adapter_target(export: Export, options: MergeOptions) -> None:
-    if not isinstance(export.source, MergedAdapters):
-        raise ValueError("--adapter_dir is set, but the checkpoint contains no LoRA adapters")
-    target = options.adapter_dir
-    if target.is_dir() and any(target.iterdir()) and not options.overwrite:
-        raise ValueError(f"--adapter_dir {target} is not empty: choose another folder, or use --overwrite")
-
-
-def _export_adapter(export: Export, options: MergeOptions, base: Path | None) -> None:
-    task = "TOKEN_CLS" if "score.weight" in export.model.shapes else "CAUSAL_LM"
-    name = options.base or (str(base) if base is not None else None)
-    with staged(resolved(options.adapter_dir)) as folder:
-        save_file(export.source.adapter_tensors(), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        write_json(folder / ADAPTER_CONFIG, export.source.adapter_config(name, task))

@@ -6,13 +6,13 @@
 import pickle
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import _getdtype
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -42,19 +42,17 @@ class WeightSource(ABC):
         """Return the names of all tensors, parameters and buffers."""
 
     @abstractmethod
-    def infos(self, expected: Mapping[str, Shape]) -> dict[str, TensorInfo]:
-        """Return shape and dtype of every full tensor.
-
-        Args:
-            expected: Shapes in the model, used if the files do not store the full shape of a shard.
-
-        Raises:
-            ValueError: If the shards do not form a full tensor.
-        """
-
-    @abstractmethod
     def read(self, name: str) -> torch.Tensor:
         """Read a full tensor. Raises ValueError that names the tensor and the file if it cannot be read."""
+
+
+def main_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    """The floating-point dtype of most values."""
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            sizes[tensor.dtype] += tensor.numel()
+    return sizes.most_common(1)[0][0]
 
 
 # ---- shards of one tensor -------------------------------------------------------------------------------------------
@@ -122,10 +120,6 @@ class SafetensorsFolder(SafetensorsFiles, WeightSource):
 
     Written by single-device training, and the format of base models and merged models.
     """
-
-    def infos(self, expected: Mapping[str, Shape]) -> dict[str, TensorInfo]:
-        slices = {name: self.slice_of(name) for name in self._tensor_files}
-        return {name: TensorInfo(tuple(s.get_shape()), _getdtype(s.get_dtype())) for name, s in slices.items()}
 
 
 # ---- torch.distributed.checkpoint -----------------------------------------------------------------------------------
@@ -203,9 +197,6 @@ class DistributedCheckpoint(WeightSource):
 
     def names(self) -> list[str]:
         return list(self._tensors)
-
-    def infos(self, expected: Mapping[str, Shape]) -> dict[str, TensorInfo]:
-        return {name: TensorInfo(tuple(entry.size), entry.properties.dtype) for name, entry in self._tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
         return self._files.read(_PREFIX + name)

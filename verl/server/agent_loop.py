@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from verl.agents.loop import GenerateFn, Prompt, Trajectory
 from verl.rollout.request import SamplingParams
-from verl.server.agents import AgentCall, load_agent, read_result
+from verl.server.agents import load_agent, read_result
 from verl.server.app import make_app
 from verl.server.episodes import Episode, StepGenerator
 from verl.server.http import ServerThread
@@ -107,9 +107,9 @@ class ServerAgentLoop:
 
         `agent_failure` is among the entries of an agent that failed; the operator `gen` logs it (`check_failures`).
         """
-        call = AgentCall(dict(episode.prompt.columns), base_url, self.api_key, self.model.name)
         metrics = {"agent_errors": 0.0, "agent_timeouts": 0.0}
-        future, returned = asyncio.wrap_future(self.agent.start(call)), False
+        started = self.agent(dict(episode.prompt.columns), base_url, self.api_key, self.model.name)
+        future, returned = asyncio.wrap_future(started), False
         try:
             result = await wait_within(future, self.settings.timeout, GENERATION_CLOCK.get())
             returned = True

@@ -11,18 +11,19 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from verl.server.protocol import ApiError, Call, read_call
-from verl.server.service import Choice, Conversation, Delta, Generator, Running, ServedModel, SingleCall, token_bytes
+from verl.server.service import Choice, Conversation, Delta, Generator, Running, ServedModel, SingleCall
 
 logger = logging.getLogger("verl.server")
 
@@ -50,7 +51,7 @@ async def chunks(running: Running) -> AsyncIterator[dict[str, Any]]:
     """Generate, and return the chunks of a stream. Closing the iterator aborts the requests."""
     call = running.call
     object_type = "chat.completion.chunk" if call.is_chat else "text_completion"
-    head, usage = _head(running, object_type), {"usage": None} if call.include_usage else {}
+    head, usage = _head(running, object_type), {"usage": None} if call.stream_options.include_usage else {}
     if call.is_chat:
         for index in range(len(running.requests)):
             first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
@@ -65,7 +66,7 @@ async def chunks(running: Running) -> AsyncIterator[dict[str, Any]]:
             yield {**head, "choices": [entry], **usage}
             if delta.choice is not None:
                 choices.append(delta.choice)
-    if call.include_usage:
+    if call.stream_options.include_usage:
         yield {**head, "choices": [], "usage": _usage(running, choices)}
 
 
@@ -112,8 +113,8 @@ def _log_probs(running: Running, token_ids: Sequence[int], log_probs: Sequence[f
     texts = [tokenizer.decode([token]) for token in token_ids]
     if running.call.is_chat:
         content = [
-            {"token": text, "logprob": value, "bytes": list(token_bytes(tokenizer, token)), "top_logprobs": []}
-            for token, text, value in zip(token_ids, texts, log_probs, strict=True)
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in zip(texts, log_probs, strict=True)
         ]
         return {"content": content, "refusal": None}
     return {
@@ -157,17 +158,18 @@ def make_app(
         max_body: bytes of the largest request body.
     """
     routes = _Routes(model, generator, max_body, find_episode)
+    chat = partial(routes.respond, is_chat=True)
     paths = [Route("/health", routes.health)]
     if generator is not None:
         paths += [
             Route("/v1/models", routes.models),
-            Route("/v1/chat/completions", routes.chat, methods=["POST"]),
-            Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", partial(routes.respond, is_chat=False), methods=["POST"]),
         ]
     if find_episode is not None:
         paths += [
             Route("/episodes/{episode}/v1/models", routes.models),
-            Route("/episodes/{episode}/v1/chat/completions", routes.chat, methods=["POST"]),
+            Route("/episodes/{episode}/v1/chat/completions", chat, methods=["POST"]),
         ]
     app = Starlette(routes=paths, exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error})
     app.add_middleware(_Authentication, api_key=api_key)
@@ -193,13 +195,7 @@ class _Routes:
         }
         return JSONResponse({"object": "list", "data": [entry]})
 
-    async def chat(self, request: Request) -> Response:
-        return await self._respond(request, True)
-
-    async def completions(self, request: Request) -> Response:
-        return await self._respond(request, False)
-
-    async def _respond(self, request: Request, is_chat: bool) -> Response:
+    async def respond(self, request: Request, is_chat: bool) -> Response:
         try:
             body, size = await _read_json(request, self.max_body)
             running = await self._start(read_call(is_chat, body), size, request)
@@ -250,31 +246,19 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class _EventStream(Response):
+class _EventStream(StreamingResponse):
     """Server-sent events with the chunks of a call."""
 
     media_type = "text/event-stream"
 
     def __init__(self, running: Running):
-        super().__init__()
+        super().__init__(self._events(), headers={"cache-control": "no-cache"})
         self.running = running
-        self.headers["cache-control"] = "no-cache"
-        del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        with suppress(ClientDisconnect):
-            await _unless_disconnected(receive, self._send_events(send))
-
-    async def _send_events(self, send: Send) -> None:
         try:
-            async with aclosing(self._events()) as events:
-                async for event in events:
-                    data = f"data: {event}\n\n".encode()
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except OSError:  # some servers report a disconnect when sending
-            raise ClientDisconnect from None
+            with suppress(ClientDisconnect):
+                await super().__call__(scope, receive, send)
         finally:
             self.running.end()
 
@@ -282,12 +266,12 @@ class _EventStream(Response):
         try:
             async with aclosing(chunks(self.running)) as stream:
                 async for chunk in stream:
-                    yield json.dumps(chunk)
+                    yield f"data: {json.dumps(chunk)}\n\n"
         except ApiError as error:
-            yield json.dumps(error.body())
+            yield f"data: {json.dumps(error.body())}\n\n"
         except Exception as error:
-            yield json.dumps(_engine_error(self.running.call.call_id, error).body())
-        yield "[DONE]"
+            yield f"data: {json.dumps(_engine_error(self.running.call.call_id, error).body())}\n\n"
+        yield "data: [DONE]\n\n"
 
 
 def _engine_error(call_id: str, error: Exception) -> ApiError:

@@ -8,10 +8,21 @@ import json
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from functools import cached_property
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    model_validator,
+)
 
 from verl.agents.tools.schemas import check_tool
 
@@ -63,50 +74,12 @@ def unsupported(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call of /chat/completions or /completions.
-
-    Args:
-        is_chat: whether it is a call of /chat/completions.
-        model: the model's name, as the client gave it.
-        messages, tools: for a chat. Message contents are text; `arguments` of tool calls are parsed.
-        prompts: for /completions: texts or token ids.
-        n: choices per prompt.
-        max_tokens: maximum response length; None: the server's default.
-        sampling: the sampling parameters that were given, by their names in `SamplingParams`.
-        seed: determines the random numbers; None: a new seed.
-        stop, stop_token_ids: strings and tokens that end a response, in addition to the model's end tokens.
-        stream, include_usage: send chunks; send the usage in the last one.
-        logprobs: return the log-prob of each sampled token.
-        return_token_ids: return the token ids of prompt and response.
-        template_kwargs: arguments of the chat template.
-        call_id: identifies the call.
-    """
-
-    is_chat: bool
-    model: str
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    tools: list[dict[str, Any]] | None = None
-    prompts: list[str | list[int]] = field(default_factory=list)
-    n: int = 1
-    max_tokens: int | None = None
-    sampling: dict[str, Any] = field(default_factory=dict)
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    stream: bool = False
-    include_usage: bool = False
-    logprobs: bool = False
-    return_token_ids: bool = False
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    call_id: str = ""
-
-
 # ---- what a body may contain ----------------------------------------------------------------------------------------
 
 _Number = Annotated[float, Field(strict=True)]
 _Text = Annotated[str, Field(strict=True, min_length=1)]
+_Count = Annotated[int, Field(strict=True, ge=1)]
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "ignore_eos")
 
 
 class _StreamOptions(BaseModel):
@@ -114,23 +87,47 @@ class _StreamOptions(BaseModel):
     include_usage: StrictBool = False
 
 
-class _Body(BaseModel):
+class Call(BaseModel):
+    """The parameters of /chat/completions and of /completions.
+
+    Attributes:
+        is_chat: whether it is a call of /chat/completions.
+        n: choices per prompt.
+        max_tokens: maximum response length; None: the server's default.
+        seed: determines the random numbers; None: a new seed.
+        stop, stop_token_ids: strings and tokens that end a response, in addition to the model's end tokens.
+        return_token_ids: return the token ids of prompt and response.
+        logprobs: return the log-prob of each sampled token.
+    """
+
     model_config = ConfigDict(extra="forbid")
+    is_chat: ClassVar[bool]
 
     model: StrictStr
-    n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
+    n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] = 1
+    max_tokens: _Count | None = None
     temperature: Annotated[_Number, Field(ge=0, le=100)] | None = None
     top_p: Annotated[_Number, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(strict=True, ge=-1)] | None = None
     min_p: Annotated[_Number, Field(ge=0, le=1)] | None = None
     ignore_eos: StrictBool | None = None
     seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
-    stop: _Text | list[_Text] | None = None
-    stop_token_ids: list[Annotated[int, Field(strict=True, ge=0)]] | None = None
-    stream: StrictBool | None = None
-    stream_options: _StreamOptions | None = None
-    return_token_ids: StrictBool | None = None
+    stop: Annotated[list[_Text], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = []
+    stop_token_ids: list[Annotated[int, Field(strict=True, ge=0)]] = []
+    stream: StrictBool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    return_token_ids: StrictBool = False
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters that were given, by their names in `SamplingParams`."""
+        values = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        return values | ({"top_k": -1} if self.top_k == 0 else {})  # vLLM's value for "all"
+
+    @cached_property
+    def call_id(self) -> str:
+        """Identifies the call."""
+        return f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
 
 
 class _Part(BaseModel):
@@ -157,40 +154,90 @@ class _Message(BaseModel):
     tool_calls: list[_ToolCall] | None = None
 
 
-class _ChatBody(_Body):
-    messages: Annotated[list[_Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
-    logprobs: StrictBool | None = None
+def _read_messages(messages: list[_Message]) -> list[dict[str, Any]]:
+    return [_message(message, f"messages.{i}") for i, message in enumerate(messages)]
+
+
+class ChatCall(Call):
+    """A call of /chat/completions. Message contents are text; `arguments` of tool calls are parsed."""
+
+    is_chat = True
+
+    messages: Annotated[list[_Message], Field(min_length=1), AfterValidator(_read_messages)]
+    max_completion_tokens: _Count | None = None
+    logprobs: StrictBool = False
     tools: list[Annotated[dict[str, Any], AfterValidator(check_tool)]] | None = None
     tool_choice: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    template_kwargs: dict[str, Any] = Field({}, alias="chat_template_kwargs")
+
+    @model_validator(mode="after")
+    def _check(self) -> "ChatCall":
+        if self.tool_choice not in (None, "auto", "none"):
+            choice = json.dumps(self.tool_choice)[:80]
+            raise unsupported("tool_choice", f"tool_choice={choice} is not supported: expected auto or none")
+        if reserved := sorted(_RESERVED & self.template_kwargs.keys()):
+            raise ApiError(
+                400,
+                f"chat_template_kwargs: {reserved[0]!r} is not an argument of the chat template: leave it out",
+                param="chat_template_kwargs",
+                code="invalid_value",
+            )
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
+        self.tools = None if self.tool_choice == "none" else self.tools or None
+        return self
 
 
-class _CompletionBody(_Body):
+def _check_logprobs(logprobs: int) -> bool:
+    if logprobs:
+        raise unsupported(
+            "logprobs",
+            f"logprobs={logprobs} is not supported: the engine gives the log-prob of the sampled token, which "
+            "logprobs=0 returns",
+        )
+    return True
+
+
+class CompletionCall(Call):
+    """A call of /completions. prompts: texts or token ids."""
+
+    is_chat = False
+    tools: ClassVar[None] = None
+
     prompt: _Text | list[_Text] | list[StrictInt] | list[list[StrictInt]]
-    logprobs: Annotated[int, Field(strict=True, ge=0)] | None = None
+    logprobs: Annotated[int, Field(strict=True, ge=0), AfterValidator(_check_logprobs)] = False
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        is_one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        return [self.prompt] if is_one else self.prompt
+
+    @model_validator(mode="after")
+    def _check(self) -> "CompletionCall":
+        if not self.prompts or not all(self.prompts):
+            raise ApiError(400, "prompt: expected at least one token, found an empty prompt", param="prompt")
+        if (count := len(self.prompts)) > MAX_CHOICES:
+            raise ApiError(400, f"prompt: expected at most {MAX_CHOICES} prompts, found {count}", param="prompt")
+        return self
 
 
 def read_call(is_chat: bool, body: Any) -> Call:
     """Check the body of a call. Raises ApiError that names the parameter."""
     if not isinstance(body, Mapping):
         raise ApiError(400, f"expected a JSON object, found {type(body).__name__}")
-    schema = _ChatBody if is_chat else _CompletionBody
-    parameters = _without_switched_off(body, schema)
+    schema = ChatCall if is_chat else CompletionCall
     try:
-        parsed = schema.model_validate(parameters)
+        return schema.model_validate(_without_switched_off(body, schema))
     except ValidationError as error:
         raise _unreadable(error) from None
-    return _chat_call(parsed) if isinstance(parsed, _ChatBody) else _completion_call(parsed)
 
 
-def _without_switched_off(body: Mapping[str, Any], schema: type[_Body]) -> dict[str, Any]:
+def _without_switched_off(body: Mapping[str, Any], schema: type[Call]) -> dict[str, Any]:
     """The supported parameters of a body. Raises ApiError for others."""
-    supported = {}
+    supported, names = {}, {field.alias or name for name, field in schema.model_fields.items()}
     for name, value in body.items():
         if value is None or name in _IGNORED:
             continue
-        if name in schema.model_fields:
+        if name in names:
             supported[name] = value
         elif name in _OFF:
             if value not in _OFF[name]:
@@ -213,48 +260,6 @@ def _unreadable(error: ValidationError) -> ApiError:
         return ApiError(400, f"the parameter {location!r} is missing", param=name, code="missing_parameter")
     value = json.dumps(first["input"], default=str)[:80]
     return ApiError(400, f"{location}: {first['msg']}, found {value}", param=name, code="invalid_value")
-
-
-def _common(body: _Body) -> dict[str, Any]:
-    names = ("temperature", "top_p", "top_k", "min_p", "ignore_eos")
-    sampling = {name: value for name in names if (value := getattr(body, name)) is not None}
-    if sampling.get("top_k") == 0:  # vLLM's value for "all"
-        sampling["top_k"] = -1
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    return {
-        "model": body.model,
-        "n": body.n or 1,
-        "sampling": sampling,
-        "seed": body.seed,
-        "stop": tuple(stop),
-        "stop_token_ids": tuple(body.stop_token_ids or ()),
-        "stream": bool(body.stream),
-        "include_usage": body.stream_options is not None and body.stream_options.include_usage,
-        "return_token_ids": bool(body.return_token_ids),
-    }
-
-
-def _chat_call(body: _ChatBody) -> Call:
-    if body.tool_choice not in (None, "auto", "none"):
-        choice = json.dumps(body.tool_choice)[:80]
-        raise unsupported("tool_choice", f"tool_choice={choice} is not supported: expected auto or none")
-    if reserved := sorted(_RESERVED & (body.chat_template_kwargs or {}).keys()):
-        raise ApiError(
-            400,
-            f"chat_template_kwargs: {reserved[0]!r} is not an argument of the chat template: leave it out",
-            param="chat_template_kwargs",
-            code="invalid_value",
-        )
-    return Call(
-        is_chat=True,
-        messages=[_message(message, f"messages.{i}") for i, message in enumerate(body.messages)],
-        tools=None if body.tool_choice == "none" else body.tools or None,
-        max_tokens=body.max_completion_tokens or body.max_tokens,
-        logprobs=bool(body.logprobs),
-        template_kwargs=body.chat_template_kwargs or {},
-        call_id=f"chatcmpl-{uuid.uuid4().hex}",
-        **_common(body),
-    )
 
 
 def _message(message: _Message, location: str) -> dict[str, Any]:
@@ -288,26 +293,3 @@ def read_call_arguments(arguments: str | dict[str, Any]) -> Any:
         with suppress(ValueError, RecursionError):  # also of nesting that is too deep, and an integer that is too long
             return json.loads(arguments or "{}")
     return arguments
-
-
-def _completion_call(body: _CompletionBody) -> Call:
-    prompt = body.prompt
-    prompts: list[Any] = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
-    if not prompts or not all(prompts):
-        raise ApiError(400, "prompt: expected at least one token, found an empty prompt", param="prompt")
-    if len(prompts) > MAX_CHOICES:
-        raise ApiError(400, f"prompt: expected at most {MAX_CHOICES} prompts, found {len(prompts)}", param="prompt")
-    if body.logprobs:
-        raise unsupported(
-            "logprobs",
-            f"logprobs={body.logprobs} is not supported: the engine gives the log-prob of the sampled token, which "
-            "logprobs=0 returns",
-        )
-    return Call(
-        is_chat=False,
-        prompts=prompts,
-        max_tokens=body.max_tokens,
-        logprobs=body.logprobs is not None,
-        call_id=f"cmpl-{uuid.uuid4().hex}",
-        **_common(body),
-    )

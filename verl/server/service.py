@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import secrets
 import time
 import uuid
@@ -18,13 +17,6 @@ from verl.rollout.base import RolloutEngine
 from verl.rollout.engine_thread import EngineThread
 from verl.rollout.request import Completion, Request, SamplingParams, check_completions
 from verl.server.protocol import ApiError, Call, unsupported
-
-#: the characters that encode bytes in the tokens of byte-level BPE (Radford et al. 2019, GPT-2): visible ones encode
-#: themselves, the others the remaining bytes in order
-_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_BYTES = {chr(byte): byte for byte in _VISIBLE}
-_BYTES |= {chr(0x100 + i): byte for i, byte in enumerate(sorted({*range(0x100)} - {*_VISIBLE}))}
-_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece
 
 
 class ResponseText:
@@ -84,19 +76,6 @@ def text_of(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str] = ()) 
     reader = ResponseText(tokenizer, stop)
     reader.token_ids = list(token_ids)
     return reader.finish()
-
-
-def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """The bytes of one token, which may be a part of a character."""
-    text = tokenizer.decode([token])
-    if "\ufffd" not in text:
-        return text.encode()
-    characters = tokenizer.convert_ids_to_tokens(token)
-    if (byte := _BYTE_TOKEN.fullmatch(characters)) is not None:
-        return bytes.fromhex(byte[1])
-    if all(character in _BYTES for character in characters):
-        return bytes(_BYTES[character] for character in characters)
-    return text.encode()
 
 
 class Generator(Protocol):

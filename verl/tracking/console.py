@@ -1,7 +1,6 @@
 """The display of a running training: a live panel on a terminal, one line per step otherwise."""
 
 import logging
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -10,11 +9,9 @@ from contextlib import suppress
 from rich import box
 from rich.columns import Columns
 from rich.console import Console, Group
-from rich.control import Control
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
@@ -67,8 +64,6 @@ class TrainingProgress:
         quiet: suppress log lines below WARNING meanwhile.
         details: print the operators and samples below each line.
         running: returns the operators that are running, name -> start by `time.perf_counter`.
-        alive_every: without a terminal, print the step and the running operators after this many seconds without
-            another line; None: do not.
     """
 
     def __init__(
@@ -81,14 +76,12 @@ class TrainingProgress:
         quiet: bool = True,
         details: bool = True,
         running: Callable[[], Mapping[str, float]] = dict,
-        alive_every: float | None = None,
     ):
         self.total_steps = total_steps
         self.title = format_line(redact_text(title))
         self.print_every = print_every
         self.console = console or log.console()
         self.quiet, self.details, self.running = quiet, details, running
-        self._alive = Alive(self._print_now, self._describe_activity, alive_every)
         self._has_custom_console = console is not None
         self._live: Live | None = None
         self._lines = StepLine(total_steps, self.console.width)
@@ -119,15 +112,12 @@ class TrainingProgress:
             logger.addHandler(self._warnings)
             self._live = _LivePanel(self._panel, self.console)
             self._live.start(refresh=True)
-        else:
-            if self.details:
-                self._print(self.title)
-            self._alive.__enter__()
+        elif self.details:
+            self._print(self.title)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._has_ended = True
-        self._alive.__exit__()
         logger = logging.getLogger("verl")
         if self._live is not None:
             live, self._live = self._live, None
@@ -197,15 +187,12 @@ class TrainingProgress:
 
     # ---- lines ------------------------------------------------------------------------------------------------------
 
-    def _describe_activity(self) -> str:
+    def activity(self) -> str:
+        """The last step and the running operators, for a line during a long step."""
         step = 0 if self._step is None else self._step[0]
         return f"step {step}/{self.total_steps} done, now {self._describe_running() or 'starting'}"
 
     def _print(self, text: str) -> None:
-        self._alive.reset()
-        self._print_now(text)
-
-    def _print_now(self, text: str) -> None:
         if self._has_custom_console:
             # soft_wrap: do not wrap lines in a file
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -284,65 +271,15 @@ def _columns(cells: Mapping[str, str]) -> Columns:
 
 
 class _LivePanel(Live):
-    """Draws a panel in place of the last one, whose lines are wrapped if the terminal is narrower now."""
+    """Draws a panel in place of the last one."""
 
     def __init__(self, draw: Callable[[], Panel], console: Console):
-        self._draw, self._width = draw, console.width
-        super().__init__(console=console, get_renderable=self._draw_again, refresh_per_second=1 / _REDRAW_SECONDS)
-
-    def _draw_again(self) -> Panel:
-        self._drawn = self._draw()
-        return self._drawn
+        super().__init__(console=console, get_renderable=draw, refresh_per_second=1 / _REDRAW_SECONDS)
 
     def refresh(self) -> None:
         """Draw the panel. A terminal that has been closed does not end the run."""
-        with self._lock, suppress(OSError):
-            width = self.console.width
-            if width < self._width:
-                lines = len(self.console.render_lines(self._drawn, self.console.options.update(width=self._width)))
-                rows = lines * -(-self._width // width)
-                up = [(ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)] * (rows - lines)
-                self.console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), *up))
-            self._width = width
+        with suppress(OSError):
             super().refresh()
-
-
-class Alive:
-    """Context manager that logs the current activity after `seconds` without another line.
-
-        with Alive(print, lambda: "downloading the model"):
-            download()                    # still running after 10 s: downloading the model
-
-    Args:
-        log: receives the lines, in another thread.
-        seconds: between two lines; None: no lines.
-    """
-
-    def __init__(self, log: Callable[[str], object], activity: Callable[[], str], seconds: float | None = 10.0):
-        self._log, self._activity, self._seconds = log, activity, seconds
-        self._start = self._last = time.perf_counter()
-        self._ended = threading.Event()
-        self._ended.set()
-
-    def reset(self) -> None:
-        """Another line was printed: wait again."""
-        self._last = time.perf_counter()
-
-    def __enter__(self) -> "Alive":
-        self._start = self._last = time.perf_counter()
-        if self._seconds is not None:
-            self._ended.clear()
-            threading.Thread(target=self._run, name="alive", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-
-    def _run(self) -> None:
-        while not self._ended.wait(max(0.01, self._last + self._seconds - time.perf_counter())):
-            if time.perf_counter() >= self._last + self._seconds:
-                self.reset()
-                self._log(f"still running after {self._last - self._start:.0f} s: {self._activity()}")
 
 
 class _LastWarnings(logging.Handler):

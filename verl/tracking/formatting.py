@@ -4,7 +4,6 @@ import itertools
 import math
 import re
 import statistics
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from verl.utils.redaction import printable
@@ -225,9 +224,6 @@ WINDOW = 10
 #: headlines that are summarized
 _LEARNED = ("reward", "loss")
 _MAX_VALIDATIONS = 3
-#: metrics of the weight sync that are summarized, and of the staleness of samples
-SYNC = ("weight_sync/bytes", "weight_sync/seconds", "weight_sync/bandwidth_share")
-STALENESS = re.compile(r"async/staleness_(\d+)")
 #: seconds; a push that would be faster at the bandwidth limit is bound by latency
 _LATENCY = 1e-3
 
@@ -239,12 +235,9 @@ def summary_lines(
 
         reward 0.61 -> 0.90 in 100 steps (2 min 03 s; means of the first and last 10 steps)
         validation reverse/acc/mean@1: 0.906 (step 0) -> 0.968 (step 100), best 0.978 (step 80)
-        weight sync: 1.24GB in 0.11 s, 62% of the bandwidth limit (median push)
-        staleness in updates: 0: 3,200 samples (50%), 1: 3,200 samples (50%)
 
     Args:
-        history: metric -> values; metrics other than the reward, the loss, validation results, and the cost and
-            staleness of a rollout with separate weights have no line.
+        history: metric -> values; metrics other than the reward, the loss and validation results have no line.
         steps: completed steps, those before a resume included. The line names the steps that the history has.
         seconds: of this process.
         resumed: the step from which this process resumed; 0: it did not.
@@ -268,7 +261,7 @@ def summary_lines(
     for name in [*validations[:_MAX_VALIDATIONS], *(["val/loss"] if "val/loss" in history else [])]:
         label = name.removeprefix("val-core/").removeprefix("val/")
         lines.append(f"validation {label}: {first_and_best(name, history[name])}")
-    return [*lines, *_push_lines(history), *_staleness(history)] if lines else []
+    return lines
 
 
 def describe_push(size: float, seconds: float, share: float | None) -> str:
@@ -284,25 +277,6 @@ def describe_push(size: float, seconds: float, share: float | None) -> str:
     if share is not None and share * seconds >= _LATENCY:
         limit = f", {share:.0%} of the bandwidth limit" if share >= 0.005 else ", less than 1% of the bandwidth limit"
     return f"{format_number(size)}B in {seconds:.3g} s{limit}"
-
-
-def _push_lines(history: Mapping[str, Series]) -> list[str]:
-    sizes, seconds, shares = ([value for _, value in history.get(name, ())] for name in SYNC)
-    if not any(sizes):  # the rollout shares the weights of training
-        return []
-    share = statistics.median(shares) if shares else None
-    return [f"weight sync: {describe_push(statistics.median(sizes), statistics.median(seconds), share)} (median push)"]
-
-
-def _staleness(history: Mapping[str, Series]) -> list[str]:
-    """The histogram over all samples of the run."""
-    counts: Counter[int] = Counter()
-    for name, series in history.items():
-        if match := STALENESS.fullmatch(name):
-            counts[int(match[1])] += int(sum(value for _, value in series))
-    total = counts.total()
-    bars = [f"{k}: {counts[k]:,} samples ({counts[k] / total:.0%})" for k in sorted(counts) if total]
-    return [f"staleness in updates: {', '.join(bars)}"] if bars else []
 
 
 def ends(values: Sequence[float]) -> tuple[float, float, int]:

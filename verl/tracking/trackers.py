@@ -19,7 +19,7 @@ import numpy as np
 
 from verl.tracking.console import TrainingProgress
 from verl.tracking.formatting import format_headline, format_line, format_number
-from verl.tracking.runs import REWARDS, json_line, open_steps
+from verl.tracking.runs import json_line, open_steps
 from verl.utils.log import setup_logging
 from verl.utils.paths import resolved
 from verl.utils.redaction import printable
@@ -82,7 +82,6 @@ class Run:
         config: flat: key.with.dots -> value.
         resume_step: step of the checkpoint it resumes from, 0 for a new run.
         progress: the display of a trainer, which the tracker `console` updates.
-        changed: keys of `config` whose values differ from the defaults.
     """
 
     project_name: str
@@ -91,7 +90,6 @@ class Run:
     folder: Path
     resume_step: int = 0
     progress: TrainingProgress | None = None
-    changed: Sequence[str] = ()
 
     def tracker_id(self, tracker: str, make: Callable[[], str]) -> str:
         """The id of this run in a service: the one it had before the resume, otherwise a new one.
@@ -192,11 +190,7 @@ class JsonlTracker(Tracker):
 
 
 class TensorboardTracker(Tracker):
-    """Event files in `tensorboard/`. A resumed run purges the steps after its checkpoint.
-
-    The HParams tab shows the settings that differ from the defaults, with the training reward and the validation
-    metrics. They are written as soon as the run has logged both, otherwise at its end.
-    """
+    """Event files in `tensorboard/`. A resumed run purges the steps after its checkpoint."""
 
     package = "tensorboard"
     background = False
@@ -207,24 +201,8 @@ class TensorboardTracker(Tracker):
         first = run.resume_step + 1 if run.resume_step else 0
         self._writer = writer(str(run.folder / "tensorboard"), purge_step=first)
         self._writer.add_text("config", _markdown([{"key": k, "value": v} for k, v in run.config.items()]), first)
-        self._rewards: dict[str, None] = {}  # training rewards that were logged, or losses of SFT
-        self._validations: dict[str, None] = {}  # validation metrics that were logged
-        self._has_session = False
-
-    def _write_session(self) -> None:
-        """Write the data of the HParams tab. Its metrics are scalars of this run, by their names."""
-        self._has_session = True
-        reward = [name for name in REWARDS if name in self._rewards][:1]
-        settings = {key: _cell(self.run.config[key]) for key in self.run.changed}
-        summaries = importlib.import_module("torch.utils.tensorboard.summary").hparams
-        for summary in summaries(settings, dict.fromkeys([*self._validations, *reward])):
-            self._writer.file_writer.add_summary(summary)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._rewards |= dict.fromkeys(name for name in metrics if name in REWARDS)
-        self._validations |= dict.fromkeys(name for name in metrics if name.startswith(("val-core/", "val/")))
-        if self._rewards and self._validations and not self._has_session:
-            self._write_session()
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -236,8 +214,6 @@ class TensorboardTracker(Tracker):
                 self._writer.add_image(f"{name}/{i}", np.asarray(decode_thumbnail(images[0])), step, dataformats="HWC")
 
     def finish(self, failed: bool) -> None:
-        if not self._has_session:
-            self._write_session()
         self._writer.close()
 
 

@@ -174,7 +174,6 @@ class Tracking:
         default_local_dir: folder for local files.
         resume_step: step of the checkpoint that the run resumes from; 0 for a new run.
         progress: the display that the tracker `console` updates; None: it logs one line per step.
-        changed: keys of `config` whose values differ from the defaults.
 
     Raises:
         ValueError: if a tracker is unknown, its package is missing, or it cannot start.
@@ -189,14 +188,13 @@ class Tracking:
         default_local_dir: str | Path,
         resume_step: int = 0,
         progress: TrainingProgress | None = None,
-        changed: Sequence[str] = (),
     ):
         names = [backends] if isinstance(backends, str) else list(backends)
         check_trackers(names)
         names = list({TRACKER_REGISTRY[name]: name for name in names}.values())  # a tracker with two names runs once
         folder = Path(default_local_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        run = Run(project_name, experiment_name, config, folder, resume_step, progress, changed)
+        run = Run(project_name, experiment_name, config, folder, resume_step, progress)
         self._finished = False
         self._callers = [
             _Caller(name, partial(TRACKER_REGISTRY[name], run), TRACKER_REGISTRY[name].background) for name in names

@@ -38,9 +38,7 @@ class MediaSection(Section):
     mm_processor_kwargs: dict[str, Any] = field({}, "arguments of the model's processor")
     min_pixels: int | None = field(None, "enlarge images with fewer pixels (width x height)", ge=1)
     max_pixels: int | None = field(None, "shrink images with more pixels (width x height)", ge=16)
-    max_images_per_prompt: int | None = field(None, "maximum number of images per prompt; more are an error", ge=1)
     max_video_frames: int | None = field(None, "frames of a video, evenly spaced; null: all", ge=1)
-    allow_image_urls: bool = field(False, "download images and videos that are given as URLs")
 
 
 class DataConfig(MediaSection):

@@ -167,11 +167,10 @@ class MultiTurnConfig(Section):
 
 
 class ServerAgentConfig(Section):
-    """`actor_rollout_ref.rollout.server.agent`: the program that is trained, a function or a command."""
+    """`actor_rollout_ref.rollout.server.agent`: the agent that is trained."""
 
     path: FilePath | None = field(None, "Python file or module of the agent function")
     name: str = field("run", "name of the function; it takes sample, base_url, api_key, model and returns the score")
-    command: StrList = field([], "program and arguments of an agent that is run once per sample, instead of path")
 
 
 class ServerConfig(Section):

@@ -107,7 +107,7 @@ def describe_agents(config: schema.Config) -> dict[str, str]:
     loop = rollout.agent.default_agent_loop
     if loop == _SERVER_LOOP:
         server = rollout.server
-        agent = " ".join(server.agent.command) or f"{server.agent.name}() of {server.agent.path}"
+        agent = f"{server.agent.name}() of {server.agent.path}"
         limits = f"at most {server.max_concurrency} concurrently per rollout process, {server.timeout:g} s each"
         return {"agent": f"{agent}, calls the policy over HTTP; {limits}"}
     if not runs_tools(rollout):

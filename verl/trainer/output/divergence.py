@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from verl.tracking.curves import moving_mean
-from verl.tracking.formatting import HEADLINES, STALENESS, SYNC, Series, best_point
+from verl.tracking.formatting import HEADLINES, Series, best_point
 
 History = Mapping[str, Series]
 """Metric -> its values."""
@@ -157,7 +157,7 @@ DETECTORS: dict[str, Callable[..., str | None]] = {
 
 #: metrics of the history, in addition to validation results; the last line is for the summary of the run
 _KEPT = {"actor/lr", "reward/acc", "critic/score/min", "critic/score/max", *REWARD, *ENTROPY, *KL}
-_KEPT |= {*HEADLINES["loss"], *SYNC}
+_KEPT |= {*HEADLINES["loss"]}
 #: prefixes of validation results
 _VALIDATION = ("val-core/", "val/")
 
@@ -174,7 +174,7 @@ class DivergenceWatch:
     def update(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Add the metrics of a step or of a validation. Returns one line for each new event."""
         for name, value in metrics.items():
-            if math.isfinite(value) and (name in _KEPT or name.startswith(_VALIDATION) or STALENESS.fullmatch(name)):
+            if math.isfinite(value) and (name in _KEPT or name.startswith(_VALIDATION)):
                 self.history.setdefault(name, []).append((step, value))
         self._updates += 1
         # the detectors read the whole history: rarer checks in a long run keep the time per step bounded

@@ -274,13 +274,12 @@ class RunLog:
         self._settings = trainer = view.config.trainer
         self._folder = record_folder(view.folder, trainer.val_only)
         self._flat, defaults = redacted(to_flat_dict(view.config)), to_flat_dict(type(view.config)())
-        self._changed = list(differences(view.config))
         about = {
             "project": trainer.project_name,
             "experiment": trainer.experiment_name,
             "total_steps": view.total_steps,
             "config": self._flat,
-            "changed": {key: {"value": self._flat[key], "default": defaults[key]} for key in self._changed},
+            "changed": {key: {"value": self._flat[key], "default": defaults[key]} for key in differences(view.config)},
         }
         is_new = not view.run.is_recorded
         self.record = RunRecord(self._folder, about, view.run.warnings, lambda: view.step, is_new)
@@ -315,7 +314,6 @@ class RunLog:
                     default_local_dir=self._folder,
                     resume_step=recorded,
                     progress=self._progress,
-                    changed=self._changed,
                 )
                 with self._tracking:
                     yield

@@ -13,10 +13,9 @@ from verl.config import schema
 from verl.data.bad_rows import BadRowsError, write_bad_rows
 from verl.data.collate import TOKEN_KEYS, PromptCollator, collate_prompts
 from verl.data.dataset import TokenizedDataset
-from verl.data.files import row_count
 from verl.data.media import note_unused_media_keys
 from verl.data.mixture import Mixture, datasets_of
-from verl.data.order import PromptSource, ResumableSampler, check_batch_size
+from verl.data.order import PromptSource
 from verl.data.processor import load_processor
 from verl.data.rlhf_dataset import RLHFDataset, create_custom_dataset, load_dataset_class
 from verl.data.tokenization import load_tokenizer
@@ -89,35 +88,25 @@ def load_sft_inputs(run: "Run", tokenizer: Any = None) -> Inputs:
     processor = load_processor(config.model, tokenizer)
     note_unused_media_keys(data, processor)
 
-    def load(files: Sequence[str], max_samples: int, **further: Any) -> Dataset:
+    def load(files: Sequence[str], max_samples: int) -> Dataset:
         if data.custom_cls.path:
             settings = data.model_dump()
             return create_custom_dataset(
                 cls, files, tokenizer, settings, max_samples, schema="sft", processor=processor
             )
-        return cls(files, tokenizer, data.model_dump() | {"max_samples": max_samples}, processor=processor, **further)
+        return cls(files, tokenizer, data.model_dump() | {"max_samples": max_samples}, processor=processor)
 
     train, val = (
         cls(dataset, tokenizer, data, processor=processor) if are_rows(dataset, SFT_TOKENS) else dataset
         for dataset in (run.train_dataset, run.val_dataset)
     )
     if train is None:
-        further = {"needed": functools.partial(_rows_of_run, config)} if cls is SFTDataset else {}
-        train = _list_bad_rows(config, lambda: load(data.train_files, data.train_max_samples, **further))
+        train = _list_bad_rows(config, lambda: load(data.train_files, data.train_max_samples))
     if val is None and data.val_files:
         data = data.model_copy(update={"max_bad_rows": 0})  # a validation is on all of its rows
         val = load([with_split(file, "test") for file in data.val_files], data.val_max_samples)
     collate = functools.partial(collate_sft, pad_token_id=tokenizer.pad_token_id)
     return Inputs(config.model, tokenizer, train, val, collate=collate, processor=processor)
-
-
-def _rows_of_run(config: schema.SFTConfig, count: int) -> set[int] | None:
-    """Return the rows that a run of less than one epoch reads; None for a longer run."""
-    data, steps = config.data, config.trainer.total_training_steps
-    if steps is None or steps * data.train_batch_size >= count:
-        return None
-    sampler = ResumableSampler(count, data.train_batch_size, seed=data.seed, shuffle=data.shuffle)
-    return {row for _ in range(steps) for _, row in sampler.next_items()}
 
 
 def files_of_datasets(train: Dataset | None, val: Dataset | None) -> dict[str, list[str]]:
@@ -159,11 +148,8 @@ def _list_bad_rows(config: schema.Config | schema.SFTConfig, load: Callable[[], 
 
 
 def load_dataset(config: schema.Config, tokenizer: Any, processor: Any = None) -> Dataset:
-    """The training prompts. Raises ValueError before they are tokenized if they do not fill a batch."""
+    """The training prompts."""
     files, weights, limit = config.data.train_files, config.data.train_weights, config.data.train_max_samples
-    if not config.data.custom_cls.path:
-        rows = row_count(files)
-        check_batch_size(config.data.train_batch_size, rows if limit < 0 else min(rows, limit * (len(weights) or 1)))
     if not weights:
         return _dataset(config, tokenizer, files, limit, processor)
     if len(weights) != len(files):

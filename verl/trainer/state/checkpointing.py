@@ -362,9 +362,7 @@ class Checkpointer:
     def _data_digests(self) -> dict[str, str | None]:
         """Digests of training data that `Identity` does not find as files."""
         dataset = self.run.inputs.train_dataset
-        if not isinstance(dataset, TokenizedDataset):
-            return {}
-        return {"rows in memory": dataset.rows_digest, "images or videos": dataset.media_fingerprint}
+        return {"rows in memory": dataset.rows_digest} if isinstance(dataset, TokenizedDataset) else {}
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 
