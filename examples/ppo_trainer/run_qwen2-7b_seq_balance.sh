@@ -6,7 +6,6 @@
 #
 # Responses differ in length. Three settings balance the work:
 #   use_remove_padding    sequences are packed: no computation on padding
-#   balance_batch         every rank gets samples with about the same number of tokens
 #   use_dynamic_bsz       a micro-batch is filled up to a number of tokens instead of a number of samples
 #
 # N_GPUS is the number of processes. Two steps with a tiny random model on a CPU:
@@ -43,7 +42,6 @@ exec "${PYTHON:-python}" -m verl.trainer.main_ppo \
     critic.use_dynamic_bsz=true \
     critic.ppo_max_token_len_per_gpu=24576 \
     critic.forward_max_token_len_per_gpu=98304 \
-    trainer.balance_batch=true \
     trainer.n_gpus_per_node="$N_GPUS" \
     trainer.project_name=gsm8k \
     trainer.experiment_name=ppo_qwen2-7b_seq_balance \

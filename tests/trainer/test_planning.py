@@ -245,7 +245,7 @@ def test_a_simulation_needs_no_files(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpus", "1", "--gpu", "A100", "--model", "70B"], "no placement on 1 devices fits; smallest change"),
+        (["--gpus", "1", "--gpu", "A100", "--model", "70B"], "no placement on 1 device fits; smallest change"),
         (["--gpus", "1", "--gpu", "B100"], "no profile of the GPU 'B100': did you mean 'H100'?"),
         (["--gpus", "1", "--model", "7"], "no built-in model '7': did you mean '7B'?"),
         (["--gpus", "1", "--model", "./none"], "there is no folder './none'"),

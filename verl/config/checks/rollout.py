@@ -26,11 +26,11 @@ def check_asynchronous(config: Config) -> Iterator[Problem]:
     if k := config.trainer.max_staleness:
         missing_hosts = rollout.nnodes and config.placement.rollout_devices is None  # a problem of `_check_hosts`
         if not (config.rollout_is_separate or config.placement.auto or missing_hosts):
-            one = config.trainer.nnodes * config.trainer.n_gpus_per_node == 1
-            message = "use placement=auto, or set placement.actor_devices and placement.rollout_devices"
-            message += ", with trainer.n_gpus_per_node=2 or more" * one
-            reason = f"{k}, but generation overlaps training only on separate devices: {message}"
-            yield Problem("trainer.async.max_staleness", reason)
+            fix = "use placement=auto, or set placement.actor_devices and placement.rollout_devices"
+            if config.trainer.nnodes * config.trainer.n_gpus_per_node == 1:
+                fix += ", with trainer.n_gpus_per_node=2 or more"
+            message = f"{k}, but generation overlaps training only on separate devices: {fix}"
+            yield Problem("trainer.async.max_staleness", message)
         conflicts = {
             "rollout.deterministic=true generates with the weights that are trained: turn it off": (
                 rollout.deterministic

@@ -103,12 +103,7 @@ class RunConfig(Section):
     wait_factor: float | None = field(
         10.0, "a wait ends after this multiple of the operator's median duration; null: after worker_timeout", ge=1
     )
-    wait_minimum: float = field(
-        120.0,
-        "smallest of these limits in seconds, and how long a stopped process is waited for",
-        active_when=("wait_factor", is_set),
-        gt=0,
-    )
+    wait_minimum: float = field(120.0, "smallest of these limits in seconds", active_when=("wait_factor", is_set), gt=0)
     max_restarts: int = field(
         0, "how often the run restarts from its newest checkpoint after a worker or a node is lost, or hangs", ge=0
     )
@@ -142,7 +137,6 @@ class TrainerConfig(_WithAsync):
     max_actor_ckpt_to_keep: int | None = field(None, "number of actor checkpoints to keep; null: all", ge=1)
     max_critic_ckpt_to_keep: int | None = field(None, "number of critic checkpoints to keep; null: all", ge=1)
     critic_warmup: int = field(0, "steps in which only the critic is updated", ge=0)
-    balance_batch: bool = field(True, "balance the number of tokens over the ranks")
     worker_env: dict[str, str] = field(
         {},
         "environment variables of the workers, such as NCCL_SOCKET_IFNAME, and of processes of reward functions, tools "

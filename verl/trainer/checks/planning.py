@@ -190,7 +190,7 @@ def _nothing_fits(config: schema.Config, plan: Plan) -> str:
     separate = f" with a rollout on separate devices, which trainer.async.max_staleness={k} needs," if k else ""
     change_text = describe_change(first_that_fits(plan.job, plan.device, plan_of))
     change_text += "; or use trainer.async.max_staleness=0" if k else ""
-    return f"no placement on {total} devices{separate} fits; {change_text}"
+    return f"no placement on {total} device{'s' * (total > 1)}{separate} fits; {change_text}"
 
 
 def apply_auto_placement(config: schema.Config, device: Device | None = None) -> schema.Config:
