@@ -47,14 +47,9 @@ def _wrong_form(arguments: list[str]) -> str | None:
     names = [argument.partition("=")[0] for argument in arguments]
     if "--calibrate" in names:
         return f"--calibrate measures this host and takes no other arguments, found {' '.join(arguments)}"
-    options = sorted(name for action in _parser()._actions for name in action.option_strings)
-    for name, argument in zip(names, arguments):
-        if name in options and "--gpus" not in names:
-            return f"{name} is an option of a simulation, which needs the number of GPUs: add --gpus N"
-        start = "--" + name.lower().lstrip("-")
-        meant = [option for option in options if len(start) > 3 and option.startswith(start)]
-        if argument.startswith("-") and meant and name not in options:
-            return f"found {argument!r}; did you mean {' or '.join(meant)}?"
+    option = next((name for name in names if name in ("--gpu", "--model")), None)
+    if option is not None and "--gpus" not in names:
+        return f"{option} is an option of a simulation, which needs the number of GPUs: add --gpus N"
     first = arguments[0] if arguments else "-"
     if "=" in first or first.startswith(("-", "~")) or first.endswith((".yaml", ".yml")):
         return None
