@@ -70,7 +70,7 @@ def named_placements(names: Sequence[str]) -> dict[str, Partition]:
 def simulate(algorithm: str, policy: str, values: str | None = None) -> list[dict[str, Any]]:
     """One line per number of devices."""
     job = job_of(algorithm, policy, values)
-    search = Search(job, TESTBED, separate_rollout=False, model_sizes=MEGATRON_SIZES)
+    search = Search(job, TESTBED, model_sizes=MEGATRON_SIZES)
     lines = []
     for count in DEVICES:
         start = time.perf_counter()

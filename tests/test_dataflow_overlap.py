@@ -13,7 +13,6 @@ import torch
 from tests.test_dataflow import numbers
 from verl import HOLD, DataFlow, DataProto, DataProtoValidationError, Operator
 from verl.dataflow import CONTROLLER
-from verl.dataflow import flow as flow_module
 from verl.dataflow.operator import depends
 
 WAIT = 10  # seconds after which a meeting that cannot happen is a failure
@@ -211,18 +210,3 @@ def test_dependence_by_hand():
     ref, kl = Operator("ref", len, "y", "p", on="ref"), Operator("kl", len, ("r", "p"), "r", on=CONTROLLER)
     assert depends(reward, gen) and depends(kl, ref) and depends(kl, reward) and depends(gen, Operator("any", len))
     assert not depends(ref, reward)
-
-
-def test_a_long_operator_is_named_while_it_works(caplog, monkeypatch):
-    """Each waits until the log has named both, the one of another thread and the one of this thread."""
-    monkeypatch.setattr(flow_module, "HEARTBEAT_SECONDS", 0.02)
-    end = time.monotonic() + WAIT
-
-    def until_named(batch):
-        while not all(f"[{name}] still running after" in caplog.text for name in "ab") and time.monotonic() < end:
-            time.sleep(0.01)
-
-    flow = pipeline(Operator("a", until_named, ("x",), on="one"), Operator("b", until_named, ("x",), on=CONTROLLER))
-    with caplog.at_level(logging.INFO, logger="verl.dataflow"):
-        flow.run(numbers())
-    assert "[a] still running after 0s" in caplog.text and "[b] still running after 0s" in caplog.text

@@ -15,7 +15,6 @@ OPTIONAL = {"ray", "vllm", "sglang", "megatron", "liger_kernel", "matplotlib", "
 #: modules that are the adapter of an optional package and nothing else
 ADAPTERS = {
     "verl.single_controller.ray.cluster",
-    "verl.single_controller.ray.placement",
     "verl.single_controller.ray.actor_pool",
     "verl.single_controller.ray.rank_actor",
     *(f"verl.engines.megatron.{name}" for name in ("checkpoint", "convert", "engine", "experts", "memory", "model")),

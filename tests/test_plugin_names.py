@@ -31,7 +31,6 @@ EXCEPTIONS = {
     "verl/config/schema/rollout.py": ({"native"}, "a default"),
     "verl/planner/workload.py": ({"native"}, "a default"),
     "verl/cli/serve.py": ({"native"}, "a default"),
-    "verl/cli/plan.py": ({"vllm"}, "a default"),
     "verl/rollout/checks.py": ({"hf"}, "what an error suggests instead of an engine that does not support a model"),
     "verl/rollout/traits.py": ({"native"}, "what an error suggests instead of an engine that is not installed"),
     "verl/model_merger/__main__.py": ({"megatron"}, "a value of public verl's option --backend"),

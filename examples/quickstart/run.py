@@ -44,7 +44,7 @@ from verl.tracking.curves import read_metrics, save_curves
 from verl.trainer.base import StepReport
 from verl.trainer.guards.interruption import Stopped
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.output.run_log import next_lines, offline_commands
+from verl.trainer.output.run_log import next_lines, serve_command
 from verl.trainer.output.samples import generations
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.trainer.startup.command_line import user_errors
@@ -145,7 +145,7 @@ def learn(args: argparse.Namespace, model: Path, data: Path, out: Path) -> tuple
 def next_steps(args: argparse.Namespace, model: Path, data: Path) -> list[str]:
     """Commands for the trained model."""
     config = load_config(None, rl_overrides(args, args.out / "model", data, args.out / "rl"), presets=PRESETS)
-    commands = [*offline_commands(config, model, args.out / "responses.parquet"), f"verl report {args.out / 'rl'}"]
+    commands = [*serve_command(config, model), f"verl report {args.out / 'rl'}"]
     if shutil.which("verl") is None:
         commands.insert(0, f"source {Path(sys.prefix, 'bin', 'activate')}")
     return [*next_lines(commands), "Your own task: docs/tutorial.md"]

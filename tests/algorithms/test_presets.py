@@ -6,7 +6,7 @@ import pytest
 
 from verl.algorithms import ADV_ESTIMATOR_REGISTRY, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
 from verl.config import load_config
-from verl.config.presets import PRESET_NOTES, PRESETS
+from verl.config.presets import PRESETS
 
 ACTOR = "actor_rollout_ref.actor."
 
@@ -23,9 +23,6 @@ class TestPreset:
         assert row["actor_rollout_ref.rollout.n"] >= estimator.min_group_size if estimator.min_group_size > 1 else True
         assert row[ACTOR + "policy_loss.loss_mode"] in POLICY_LOSS_REGISTRY
         assert row[ACTOR + "loss_agg_mode"] in LOSS_AGG_MODES
-
-    def test_says_where_it_is_from(self, name):
-        assert PRESET_NOTES[name].endswith(".")
 
     def test_sets_the_clip_range_that_the_loss_was_published_with(self, name):
         row = PRESETS[name]

@@ -52,39 +52,10 @@ def test_the_number_of_gpus_is_a_whole_number(capsys, text):
     assert f"argument --gpus: expected a whole number from 1 to 1000000000, found '{text}'" in err
 
 
-def test_the_rank_of_lora_is_not_negative(capsys):
-    status, _, err = call(capsys, "--gpus", "1", "--lora-rank", "-1")
-    assert status == 2 and "argument --lora-rank: expected a whole number from 0 to 1000000000, found '-1'" in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--gpu FOO", "there is no profile of the GPU 'FOO': known: A100"),
-        ("--gpu H100,H200", "there is no profile of the GPU 'H100,H200'"),
-        ("--model FOO", "there is no built-in model 'FOO'"),
-        ("--critic 0B", "did you mean '70B'"),
-        ("--model ./nothing", "there is no folder './nothing'"),
-        ("--updates 1025", "--updates 1025: every update needs a prompt, and a step has 1024"),
-        ("--updates 9 --prompts 8", "use at most 8 updates"),
-        ("--lora-rank 8 --strategy megatron", "does not support LoRA adapters: use --strategy fsdp2"),
-    ],
-)
-def test_options_that_are_wrong_or_contradict(capsys, arguments, message):
-    status, out, err = call(capsys, "--gpus", "8", *arguments.split())
-    assert (status, out) == (2, "") and err.startswith("error: ") and message in err
-
-
-def test_as_many_updates_as_prompts_and_nothing_that_fits(capsys):
-    assert call(capsys, "--gpus", "8", "--updates", "8", "--prompts", "8")[0] == 0
-    status, out, _ = call(capsys, "--gpus", "1", "--model", "405B")
-    assert status == 1 and "no placement on 1 device fits" in out  # an answer, and no error of the options
-
-
 @pytest.mark.parametrize("arguments", [["--gpus", "8", "--help"], ["--help", "--gpus"], ["-h"]])
 def test_help_is_printed_whatever_else_is_given(capsys, arguments):
     status, out, _ = call(capsys, *arguments)
-    assert status == 0 and "usage: verl plan" in out and "--response-tokens" in out
+    assert status == 0 and "usage: verl plan" in out and "--model" in out
 
 
 @pytest.mark.parametrize(
@@ -94,9 +65,6 @@ def test_help_is_printed_whatever_else_is_given(capsys, arguments):
         (["model/config.json"], "expected FILE.yaml, key=value or --gpus N"),
         (["--model", "7B"], "--model is an option of a simulation, which needs the number of GPUs: add --gpus N"),
         (["trainer.nnodes=1", "--gpu=H200"], "--gpu is an option of a simulation"),
-        (["--gp", "8"], "found '--gp'; did you mean --gpu or --gpus?"),
-        (["--GPUS=8"], "found '--GPUS=8'; did you mean --gpus?"),
-        (["-gpus", "8"], "found '-gpus'; did you mean --gpus?"),
     ],
 )
 def test_neither_form_of_the_command(capsys, arguments, message):

@@ -87,52 +87,49 @@ def row_of(lines: list[str], label: str) -> list[str]:
 
 
 BEST = plan_of([(("actor", "ref"), 3), (("rollout",), 5)], 2.0, 2.0)
-SECOND_BEST = plan_of([(("actor",), 2), (("ref",), 1), (("rollout",), 5)], 3.0, 2.0)
 
 
-def test_the_configured_placement_has_a_row_with_its_rank_and_devices():
+def test_the_configured_placement_has_a_row_with_its_devices():
     own = replace(plan_of([(("actor", "ref"), 2), (("rollout",), 4)], 2.5, 1.0), placed=[[6, 7], [0, 1, 2, 4]])
-    lines = choice_lines([BEST, SECOND_BEST], 8, own)
-    # generation is longer: 2, 3 and 2.5 s, and a quarter of a second
-    assert row_of(lines, "best")[:2] == ["1", "2.25"] and row_of(lines, "runner-up")[:2] == ["3", "3.25"]
-    assert row_of(lines, "configured *") == ["2", "2.75", "2.5", "0", "1", "0", "1.00"]
+    lines = choice_lines(BEST, 8, own)
+    # generation is longer: 2 and 2.5 s, and a quarter of a second
+    assert row_of(lines, "best")[0] == "2.25"
+    assert row_of(lines, "configured *") == ["2.75", "2.5", "0", "1", "0", "1.00"]
     text = [line.rstrip() for line in lines]
     start = next(i for i, line in enumerate(text) if line.startswith("configured *  actor"))
     assert text[start] == "configured *  actor, ref on devices 6, 7"
     assert text[start + 1].strip() == "rollout on devices 0-2, 4"
     assert any(line.startswith("best          actor, ref on devices 0-2") for line in text)
     assert "rollout on devices 3-7" in "\n".join(text) and max(map(len, lines)) <= 80
-    assert "ranks are among the fastest one of 2 ways to group the roles" in " ".join(" ".join(text).split())
 
 
-def test_a_configured_placement_that_is_in_the_table_is_marked_with_its_own_devices():
+def test_a_configured_placement_that_is_the_best_one_is_marked_with_its_own_devices():
     own = replace(plan_of([(("rollout",), 5), (("ref", "actor"), 3)], 2.0, 2.0), placed=[[0, 1, 2, 3, 4], [5, 6, 7]])
-    lines = choice_lines([BEST, SECOND_BEST], 8, own)
-    assert row_of(lines, "best *")[0] == "1" and row_of(lines, "runner-up")[0] == "2"
-    assert "best *        actor, ref on devices 5-7" in lines and not any("configured *" in line for line in lines)
+    lines = choice_lines(BEST, 8, own)
+    assert row_of(lines, "best *")[0] == "2.25" and not any("configured *" in line for line in lines)
+    assert "best *        rollout on devices 0-4" in lines and "              ref, actor on devices 5-7" in lines
     other = replace(own, job=replace(own.job, rollout_tensor=5))  # of another size
-    assert row_of(choice_lines([BEST, SECOND_BEST], 8, other), "configured *")
+    assert row_of(choice_lines(BEST, 8, other), "configured *")
 
 
-def test_a_configured_placement_that_does_not_fit_has_no_rank():
+def test_a_configured_placement_that_does_not_fit_is_named():
     own = replace(plan_of([(("actor", "ref"), 1), (("rollout",), 1)], 1.0, 1.0, gib=1000.0), placed=[[0], [1]])
-    lines = choice_lines([BEST, SECOND_BEST], 8, own)
-    assert row_of(lines, "configured *")[:2] == ["-", "1.25"] and row_of(lines, "runner-up")[0] == "2"
-    assert "* does not fit into memory, so it has no rank" in lines
-    assert choice_lines([], 8, own) == ["no placement on 8 devices fits with a rollout on separate devices"]
+    lines = choice_lines(BEST, 8, own)
+    assert row_of(lines, "configured *")[0] == "1.25" and "* does not fit into memory" in lines
+    assert choice_lines(None, 8, own) == ["no placement on 8 devices fits with a rollout on separate devices"]
 
 
 def test_groups_that_wait_for_one_another_are_named():
     apart = [(("actor",), 2), (("ref",), 1), (("rollout",), 5)]
     own = replace(replace(plan_of(apart, 4.0, 2.0), concurrent=False), placed=[[0, 1], [2], [3, 4, 5, 6, 7]])
-    assert "trainer.overlap=true" in " ".join(choice_lines([BEST, SECOND_BEST], 8, own))
+    assert "trainer.overlap=true" in " ".join(choice_lines(BEST, 8, own))
     own = replace(replace(BEST, concurrent=False), placed=[[0, 1, 2], [3, 4, 5, 6, 7]])  # nothing to overlap
-    assert "trainer.overlap" not in " ".join(choice_lines([BEST, SECOND_BEST], 8, own))
+    assert "trainer.overlap" not in " ".join(choice_lines(BEST, 8, own))
 
 
 def test_a_rollout_that_shares_devices_is_named_with_the_actor():
     job = job_of(built_in("0.5B"), ("actor", "ref"))
     both = plan_groups(job, H200, [(("actor", "ref"), 4)])
-    lines = choice_lines([both], 4, replace(both, placed=[range(4)]))
+    lines = choice_lines(both, 4, replace(both, placed=[range(4)]))
     assert "best *        actor, rollout, ref on devices 0-3" in lines
     assert "push" not in lines[1]  # a part of training

@@ -17,7 +17,6 @@ class TableSearch(Search):
     Args:
         seed: of the table.
         roles: of the job.
-        separate_rollout: as in `Space`.
         values: possible seconds of a stage.
         missing: share of the groups that do not fit.
         overlaps: of an asynchronous run.
@@ -27,13 +26,12 @@ class TableSearch(Search):
         self,
         seed: int,
         roles: tuple[str, ...],
-        separate_rollout: bool,
         values: list[float],
         missing: float,
         overlaps: bool = False,
     ):
         job = replace(job_of(roles=roles, strict=False), overlaps=overlaps)
-        super().__init__(job, H200, separate_rollout=separate_rollout)
+        super().__init__(job, H200)
         self._random, self._values, self._missing = random.Random(seed), values, missing
 
     def _best_group(self, names: tuple[str, ...], split: bool, devices: int) -> Group | None:
@@ -65,12 +63,11 @@ def fastest(search: TableSearch, devices: int) -> list[float]:
 
 @pytest.mark.parametrize("missing", [0.0, 0.3, 0.8])
 @pytest.mark.parametrize("values", [[1.0], [1.0, 2.0], [0.5, 1.0, 1.02, 3.0, 7.0]], ids=["equal", "ties", "near"])
-@pytest.mark.parametrize("separate", [False, True], ids=["", "rollout"])
-def test_search_equals_brute_force_on_random_costs(separate, values, missing):
+def test_search_equals_brute_force_on_random_costs(values, missing):
     nothing_fits = 0
     for seed, devices in itertools.product(range(2), range(1, 9)):
         for roles in (("actor",), ("actor", "ref"), ("actor", "ref", "critic")):
-            search = TableSearch(seed, roles, separate, values, missing)
+            search = TableSearch(seed, roles, values, missing)
             expected = fastest(search, devices)
             plans = search.plans(devices)
             near = sum(seconds <= NEAR * expected[0] for seconds in expected)
@@ -78,7 +75,7 @@ def test_search_equals_brute_force_on_random_costs(separate, values, missing):
             assert all(plan.devices <= devices and plan.concurrent for plan in plans)
             for plan in plans:
                 named = sorted(name for group in plan.groups for name in group.names)
-                assert named in (sorted(roles), sorted((*roles, "rollout")))
+                assert named == sorted(roles)
             nothing_fits += not expected
     assert (nothing_fits > 0) == (missing > 0)
 
@@ -87,7 +84,7 @@ def test_search_equals_brute_force_on_random_costs(separate, values, missing):
 def test_search_equals_brute_force_on_random_costs_of_four_roles(devices):
     roles = ("actor", "ref", "critic", "reward")
     for seed in range(3):
-        search = TableSearch(seed, roles, False, [1.0, 2.0, 3.0], 0.4)
+        search = TableSearch(seed, roles, [1.0, 2.0, 3.0], 0.4)
         expected = fastest(search, devices)
         assert len(search.partitions()) == 15
         assert [plan.seconds for plan in search.plans(devices, 1)][:1] == pytest.approx(expected[:1])
@@ -98,7 +95,7 @@ def test_asynchronous_plans_equal_brute_force_and_have_a_separate_rollout(missin
     """A set partition of the other roles, and the rollout alone: 1, 2 and 5 ways for one, two and three roles."""
     for seed, devices in itertools.product(range(3), range(1, 7)):
         for roles, ways in ((("actor",), 1), (("actor", "ref"), 2), (("actor", "ref", "critic"), 5)):
-            search = TableSearch(seed, roles, False, [0.5, 1.0, 1.02, 3.0, 7.0], missing, overlaps=True)
+            search = TableSearch(seed, roles, [0.5, 1.0, 1.02, 3.0, 7.0], missing, overlaps=True)
             assert len(search.partitions()) == ways
             expected = fastest(search, devices)
             plans = search.plans(devices, ways)

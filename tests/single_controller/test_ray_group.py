@@ -10,6 +10,7 @@ import pytest
 import verl
 from tests.single_controller.conftest import (
     TWO,
+    WIDTH,
     check_large_columns,
     check_order,
     check_ranks,
@@ -20,7 +21,7 @@ from tests.single_controller.conftest import (
 from verl.dataflow.operator import running
 from verl.processes.limits import Limits
 from verl.protocol import DataProto
-from verl.single_controller import WorkerDied, WorkerTimeout
+from verl.single_controller import WorkerTimeout
 
 ray = pytest.importorskip("ray")
 
@@ -66,7 +67,7 @@ def check_the_limit_of_a_start(actor: RayWorkerGroup) -> None:
 
 
 def check_the_limit_of_a_call(actor: RayWorkerGroup, kept: DataProto) -> None:
-    """It is that of calls of the operator so far. The actors end, and their columns with them."""
+    """It is that of calls of the operator so far. The actors end; the columns on living nodes can still be read."""
     with running("gen"):
         assert actor.only_zero() == 0 and len(actor.sleep(0.01).get()) == 2
     limit = actor._pool.durations.limit(("gen", "actor", "only_zero"))
@@ -76,8 +77,7 @@ def check_the_limit_of_a_call(actor: RayWorkerGroup, kept: DataProto) -> None:
         actor.sleep(60).get()
     stacks = error.value.traceback
     assert stacks.count("in sleep") == 2 and stacks.count("is running") == 2, "a process that responds is running"
-    with pytest.raises(WorkerDied, match="column 'x' was lost with the process that held it"):
-        kept.batch["x"].sum()
+    assert kept.batch["x"].sum() == 28 * WIDTH
 
 
 def test_the_stacks_of_an_idle_actor():

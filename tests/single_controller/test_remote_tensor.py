@@ -80,7 +80,7 @@ def test_local_writes_are_not_lost():
 def test_concatenated_with_an_ordinary_tensor():
     a = source(0, 2)
     joined = torch.cat([a.column("n"), torch.tensor([7, 8, 9])])
-    assert type(joined) is RemoteTensor and a.fetched == []
+    assert type(joined) is torch.Tensor and a.fetched == [("n", 2)]
     assert joined[[3, 0]].tolist() == [8, 0] and joined.tolist() == [0, 1, 7, 8, 9]
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
         torch.cat([a.column("x"), torch.zeros(2, 3)])

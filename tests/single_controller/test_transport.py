@@ -101,7 +101,7 @@ def test_a_closed_connection_is_an_end_of_file(ends):
 
 def test_large_messages_are_in_memory_and_elsewhere_in_an_unnamed_file(monkeypatch):
     def kind_of_file():
-        file, _ = MemoryFile.write([memoryview(b"abc")])
+        file = MemoryFile.write([memoryview(b"abc")])
         assert file.map()[:3] == b"abc"
         return os.readlink(f"/proc/self/fd/{file.descriptor}")
 

@@ -3,41 +3,33 @@
 import os
 import signal
 import threading
-import time
 
 import psutil
 import pytest
 
 from tests.single_controller.conftest import spec
 from verl.dataflow import running
-from verl.processes.limits import Durations, Limits
-from verl.single_controller import LocalWorkerGroup, WorkerTimeout, worker_group
-from verl.single_controller.worker_group import CallWatch, RankState, timeout_error
+from verl.processes.limits import Limits
+from verl.single_controller import LocalWorkerGroup, WorkerTimeout
+from verl.single_controller.worker_group import RankState, timeout_error
 
 
 def group_of(name: str, limits: Limits, n: int = 2) -> LocalWorkerGroup:
     return LocalWorkerGroup(spec(name), n, name="actor", timeout=limits)
 
 
-@pytest.mark.slow
-def test_a_stopped_rank_is_named_long_before_the_timeout(monkeypatch, caplog):
-    """The first call of an operator: nothing is known about its duration."""
-    monkeypatch.setattr(worker_group, "SILENT_SECONDS", 2.0)
-    with group_of("Failing", Limits(timeout=3600, factor=10, minimum=5)) as group:
+def test_a_stopped_rank_is_named():
+    """It is the one that the others wait for, whatever their state."""
+    with group_of("Failing", Limits(timeout=2)) as group:
         (_, _), (pid, _) = group.pids()
         os.kill(pid, signal.SIGSTOP)
-        start = time.monotonic()
         with running("update_actor"), pytest.raises(WorkerTimeout) as error:
             group.wait_in_collective(1).get()
-        seconds = time.monotonic() - start
-    assert 5 <= seconds < 60
     assert error.value.rank == 1
     first_line = str(error.value).splitlines()[0]
     assert f"rank 1 (process {pid}) is stopped: SIGSTOP (`kill -CONT {pid}` continues it)" in first_line
-    assert "no heartbeat for" in first_line and "in operator 'update_actor'" in first_line
+    assert "in operator 'update_actor'" in first_line
     assert "in wait_in_collective" in error.value.traceback.split("--- rank 1")[0], "the stack of the other one"
-    assert "actor.wait_in_collective() in operator 'update_actor' has run for" in caplog.text
-    assert f"rank 1 (process {pid}) is stopped: SIGSTOP" in caplog.text
 
 
 def test_a_rank_that_continues_is_not_lost():
@@ -98,30 +90,17 @@ Current thread 0x1 (most recent call first):
 """
 
 
-def state(rank: int, status: str | None = psutil.STATUS_SLEEPING, silent: float | None = 0.2) -> RankState:
-    return RankState(rank, 100 + rank, "host", status, silent)
-
-
-def test_a_rank_is_lost_once_it_has_been_stopped_for_the_minimum_without_a_pause():
-    watch = CallWatch(Durations(Limits(factor=10, minimum=120)), "actor", "update", None)
-    stopped, running = state(1, psutil.STATUS_STOPPED), state(1)
-    seen = {}
-    for second, rank in ((50, stopped), (100, running), (110, stopped), (229, stopped), (230, stopped)):
-        watch.elapsed.seconds = second
-        seen[second] = watch.look([state(0), rank])
-    assert seen == {50: False, 100: False, 110: False, 229: False, 230: True}
+def state(rank: int, status: str | None = psutil.STATUS_SLEEPING) -> RankState:
+    return RankState(rank, 100 + rank, "host", status)
 
 
 @pytest.mark.parametrize(
     ("states", "stacks", "culprit", "words"),
     [
-        ([state(0), state(1, psutil.STATUS_STOPPED, 31.0)], {}, 1, "is stopped: SIGSTOP"),
-        ([state(0), state(1, psutil.STATUS_RUNNING, 40.0)], {}, 1,
-         "rank 1 (process 101) is running, no heartbeat for 40 s"),
+        ([state(0), state(1, psutil.STATUS_STOPPED)], {}, 1, "is stopped: SIGSTOP"),
         ([state(0, psutil.STATUS_ZOMBIE), state(1)], {}, 0, "has ended and is a zombie"),
         ([state(0), state(1, psutil.STATUS_DISK_SLEEP)], {}, 1, "waits for a disk, a network file system or a device"),
-        ([state(0), state(1, None, 40.0)], {}, 1,
-         "unknown state, since its host does not respond, no heartbeat for 40 s"),
+        ([state(0), state(1, None)], {}, 1, "unknown state, since its host does not respond"),
         ([state(0), state(1)], {0: COLLECTIVE, 1: ELSEWHERE}, 1, "in spin (/x/my_loss.py:7) while ranks [0] wait"),
         ([state(0), state(1)], {0: ELSEWHERE, 1: COLLECTIVE}, 0, "in spin (/x/my_loss.py:7) while ranks [1] wait"),
         ([state(0), state(1)], {0: COLLECTIVE, 1: COLLECTIVE}, 0, "ranks [0, 1] wait in a collective operation"),

@@ -2,24 +2,17 @@
 
 import json
 import logging
-import shlex
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
-from verl.config import Config, load_config
-from verl.config.schema.offline import GenerationConfig
+from verl.config import Config
 from verl.config.schema.sft import SFTConfig
-from verl.data.rlhf_dataset import RLHFDataset
-from verl.data.sft_dataset import SFTDataset
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.output.run_log import next_lines, offline_commands
+from verl.trainer.output.run_log import next_lines, serve_command
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.sft import SFTTrainer
 from verl.utils.device import oversubscription, warn_if_oversubscribed
-
-RESPONSES = Path("run/responses.parquet")
 
 
 @pytest.fixture
@@ -56,11 +49,7 @@ def test_one_line_per_step_and_a_summary_with_paths_and_the_next_command(setting
     model = "run/global_step_2/actor/huggingface"
     assert end[2] == f"model:   {model}" and (tmp_path / model).is_dir()
     assert end[3].startswith("metrics: run/metrics.jsonl")
-    assert end[4].startswith(f"next:    verl generate model.path={model} data.path=")
-    responses = "run/responses_global_step_2.parquet"
-    assert f" data.output_path={responses} " in end[4] and " rollout.response_length=" in end[4]
-    assert end[5].startswith(f"         verl eval data.path={responses}")
-    assert end[6] == "         verl report run"
+    assert end[4:6] == [f"next:    verl serve {model}", "         verl report run"]
 
 
 def test_the_summary_of_a_resumed_run_covers_all_of_its_steps(settings, tmp_path, lines, monkeypatch):
@@ -78,87 +67,14 @@ def test_the_summary_of_a_resumed_run_covers_all_of_its_steps(settings, tmp_path
     assert "(step 2) -> " in line and "(step 4)" in line
 
 
-def test_the_next_commands_are_complete():
-    config = Config().with_overrides(
-        {
-            "data.val_files": ["my data/test.parquet"],
-            "data.max_response_length": 4,
-            "data.max_prompt_length": 512,
-            "data.apply_chat_template_kwargs": {"enable_thinking": False},
-            "reward.custom_reward_function.path": "reward.py",
-        }
-    )
-    generate, evaluate = offline_commands(config, Path("m"), RESPONSES)
-    assert generate == (
-        "verl generate model.path=m 'data.path=my data/test.parquet' data.output_path=run/responses.parquet "
-        "'data.apply_chat_template_kwargs={\"enable_thinking\": false}' rollout.response_length=4 rollout.temperature=0"
-    )
-    scorer = "reward.custom_reward_function.path=reward.py reward.custom_reward_function.name=compute_score"
-    assert evaluate == f"verl eval data.path=run/responses.parquet {scorer}"
-    settings = load_config(None, shlex.split(generate)[2:], schema=GenerationConfig)
-    assert settings.data.apply_chat_template_kwargs == {"enable_thinking": False}
-    assert settings.rollout.temperature == 0  # as at validation
-    sampled = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
-    keys = {f"actor_rollout_ref.rollout.val_kwargs.{key}": value for key, value in sampled.items()}
-    assert offline_commands(config.with_overrides(keys), Path("m"), RESPONSES)[0].endswith(
-        "rollout.response_length=4 rollout.temperature=0.6 rollout.top_p=0.9"
-    )
-    assert offline_commands(config, Path("m"), RESPONSES, reward_given=True) == [generate]
-    assert offline_commands(Config(), Path("m"), RESPONSES) == []  # rows were given in Python
-    media = {"image_key": "image", "max_pixels": 1024, "mm_processor_kwargs": {"do_resize": False}}
-    seen = config.with_overrides({f"data.{key}": value for key, value in media.items()})
-    settings = load_config(
-        None, shlex.split(offline_commands(seen, Path("m"), RESPONSES)[0])[2:], schema=GenerationConfig
-    )
-    assert {key: settings.data[key] for key in media} == media
-    registered = config.with_overrides(
-        {"reward.custom_reward_function.path": None, "reward.reward_function": "accuracy_reward"}
-    )
-    assert offline_commands(registered, Path("m"), RESPONSES)[1].endswith("reward.reward_function=accuracy_reward")
-    other = config.with_overrides({"data.ground_truth_key": "solution"})  # `verl eval` has no such key
-    assert len(offline_commands(other, Path("m"), RESPONSES)) == 1
-    chats = SFTConfig().with_overrides({"data.train_files": ["a.jsonl"], "data.val_files": ["b.jsonl"]})
-    assert offline_commands(chats, Path("m"), RESPONSES) == []
+def test_the_next_command_serves_the_model():
+    for config, section in ((Config(), "actor_rollout_ref.model"), (SFTConfig(), "model")):
+        assert serve_command(config, Path("my model")) == ["verl serve 'my model'"]
+        more = config.with_overrides({f"{section}.trust_remote_code": True, "imports": ["a.py", "b"]})
+        assert serve_command(more, Path("m")) == ["verl serve m --trust-remote-code --imports a.py --imports b"]
+        templated = config.with_overrides({f"{section}.custom_chat_template": "{{ messages[0].content }}"})
+        assert serve_command(templated, Path("m")) == []
     assert next_lines(["verl report run"]) == ["next:    verl report run"]
-
-
-def test_the_next_commands_name_the_columns_that_were_detected(tiny, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
-    rows, chats = tmp_path / "pairs.jsonl", tmp_path / "chats.jsonl"
-    rows.write_text('{"question": "1+1=", "answer": "2"}\n')
-    chats.write_text('{"messages": [{"role": "user", "content": "1+1="}], "solution": "2"}\n')
-
-    def commands(config, dataset):
-        config = config.with_overrides({"data.train_files": ["t"], "data.val_files": ["a"]})
-        return offline_commands(config, Path("m"), RESPONSES, dataset=dataset)
-
-    (generate,) = commands(SFTConfig(), SFTDataset(rows, tokenizer))
-    assert generate == (
-        "verl generate model.path=m data.path=a data.output_path=run/responses.parquet data.prompt_key=question"
-    )
-    given = Config().with_overrides({"reward.reward_function": "accuracy_reward"})
-    (generate,) = commands(given, RLHFDataset(chats, tokenizer, {"chat_template": "{{ messages[0].content }}"}))
-    assert "data.prompt_key=messages" in shlex.split(generate)  # and none of `verl eval`, which has no `solution`
-    nested = [{"question": {"text": "1+1="}, "answer": {"text": "2"}}]  # `verl generate` reads whole columns
-    dataset = SFTDataset(nested, tokenizer, {"prompt_dict_keys": ["text"], "response_dict_keys": ["text"]})
-    assert commands(SFTConfig(), dataset) == []
-
-
-def test_without_validation_data_a_fine_tuned_model_is_served():
-    """Responses to the prompts that it was trained on say little."""
-    config = SFTConfig().with_overrides({"data.train_files": ["a.jsonl"], "data.prompt_key": "question"})
-    assert offline_commands(config, Path("my model"), RESPONSES) == ["verl serve 'my model'"]
-    assert offline_commands(SFTConfig(), Path("m"), RESPONSES) == ["verl serve m"]  # rows were given in Python
-    more = config.with_overrides({"model.trust_remote_code": True, "imports": ["a.py", "b"]})
-    assert offline_commands(more, Path("m"), RESPONSES) == [
-        "verl serve m --trust-remote-code --imports a.py --imports b"
-    ]
-    templated = config.with_overrides({"model.custom_chat_template": "{{ messages[0].content }}"})
-    assert offline_commands(templated, Path("m"), RESPONSES) == []
-    (generate,) = offline_commands(config.with_overrides({"data.val_files": ["v.jsonl"]}), Path("m"), RESPONSES)
-    assert "data.path=v.jsonl" in generate
-    rl = Config().with_overrides({"data.train_files": ["a.jsonl"], "reward.reward_function": "accuracy_reward"})
-    assert "data.path=a.jsonl" in offline_commands(rl, Path("m"), RESPONSES)[0]  # its reward can be compared
 
 
 def test_an_interrupted_run_has_a_summary_and_a_failed_one_has_not(settings, tmp_path, lines):

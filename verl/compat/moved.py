@@ -81,6 +81,7 @@ verl.single_controller.local -> verl.single_controller.local: group:cluster colu
 verl.utils -> verl.single_controller.local: output:process_pool
 verl.single_controller -> verl.single_controller.ray: ray_group:cluster
 verl.single_controller.ray -> verl.single_controller.ray: heartbeats:actor_pool group:cluster runtime_env:cluster
+verl.single_controller.ray -> verl.single_controller.ray: placement:actor_pool
 verl.trainer -> verl.single_controller.ray: runtime_env:cluster
 verl.tracking -> verl.tracking: summary:formatting earlier_runs:run_record step_files:runs thumbnails:trackers
 verl.tracking -> verl.tracking.report: metric_names:report

@@ -1,10 +1,8 @@
 """DataFlow: an editable list of operators, checked before anything runs; and Pipeline: the compiled flow."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
@@ -17,8 +15,6 @@ from verl.protocol import DataProto
 from verl.registry import check_type, did_you_mean, signature
 
 logger = logging.getLogger("verl.dataflow")
-
-HEARTBEAT_SECONDS = 60.0
 
 RunReports = dict[int, tuple[Reports, int]]
 """Reports of one run: position of an operator (-1: the input) -> its reports, and the rows of the batch after it."""
@@ -94,7 +90,7 @@ class Pipeline:
         )
         self.spans, self.running_since = current.spans, current.running_since
         result: Any = None
-        with heartbeat(current.running_since):
+        try:
             while result is not HOLD and (ready := current.next()) is not None:
                 i, op_input = ready
                 op = self._stage[i]
@@ -106,6 +102,8 @@ class Pipeline:
                     current.annotate(i, error)
                     raise
                 current.end(i, op_input, result, (op_start, time.perf_counter()))
+        finally:
+            current.running_since.clear()  # after an error
         self.seconds = time.perf_counter() - start
         runs.append(current.reports)
         if result is HOLD:
@@ -150,28 +148,6 @@ class Pipeline:
         for name, owner in stateful.items():
             owner.load_state_dict(state[name])
         self._held = []  # the next run starts a new batch
-
-
-@contextmanager
-def heartbeat(running_since: dict[str, float]) -> Iterator[None]:
-    """Log every minute which operators are still running, to distinguish a long one from a hang.
-
-    Args:
-        running_since: operator name -> start by `time.perf_counter`; read while the block runs, and empty after it.
-    """
-    ended = threading.Event()
-
-    def log() -> None:
-        while not ended.wait(HEARTBEAT_SECONDS):
-            for name, start in list(running_since.items()):
-                logger.info("[%s] still running after %.0fs", name, time.perf_counter() - start)
-
-    threading.Thread(target=log, name="flow heartbeat", daemon=True).start()
-    try:
-        yield
-    finally:
-        ended.set()
-        running_since.clear()  # after an error
 
 
 # ---- metrics --------------------------------------------------------------------------------------------------------

@@ -123,17 +123,14 @@ class PipelineRun:
                 self.reports[i] = take_reports(self.batch), len(self.batch)
             except DataProtoValidationError as error:
                 raise DataProtoValidationError(f"operator {op.name!r}: {error}{describe_source(op.func)}") from None
-            self._record_writers(i, columns_before, replaced=isinstance(result, DataProto) and not op.writes)
+            # which operator wrote each column, and which one dropped a column
+            columns_now, is_replaced = self.batch.columns, isinstance(result, DataProto) and not op.writes
+            writers = {} if is_replaced else self._writer
+            self._writer = {c: i if c in op.writes else writers.get(c, i) for c in columns_now}
+            self._dropped = {c: name for c, name in self._dropped.items() if c not in columns_now}
+            self._dropped |= {c: op.name for c in columns_before if c not in columns_now}
         if self.observer is not None:
             self.observer(op.name, span[1] - span[0], None if self.batch is None else self.batch.copy())
-
-    def _record_writers(self, i: int, columns_before: Iterable[str], replaced: bool) -> None:
-        """Update which operator wrote each column of the batch, and which one dropped a column."""
-        op, columns_now = self.operators[i], self.batch.columns
-        writers = {} if replaced else self._writer
-        self._writer = {c: i if c in op.writes else writers.get(c, i) for c in columns_now}
-        self._dropped = {c: name for c, name in self._dropped.items() if c not in columns_now}
-        self._dropped |= {c: op.name for c in columns_before if c not in columns_now}
 
     def annotate(self, i: int, error: BaseException) -> None:
         """Add notes to an error: the operator that raised it, and those that ran at the same time."""

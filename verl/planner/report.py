@@ -1,14 +1,13 @@
-"""A plan as text: memory per phase, seconds of a step, and the comparison of placements."""
+"""A plan as text: memory per phase, seconds of a step, and the comparison with the best placement."""
 
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import replace
 
 from verl.planner.devices import GIB
 from verl.planner.memory import PHASES, total
 from verl.planner.placement import STAGES, Group, Plan
-from verl.planner.search import NEAR, Change, preferred
+from verl.planner.search import Change
 from verl.planner.workload import Layout
 from verl.single_controller.cluster import format_devices
 
@@ -86,61 +85,32 @@ def _sizes(plan: Plan) -> tuple[int, dict[frozenset[str], dict[str, Layout]]]:
     return plan.job.rollout_tensor, groups
 
 
-def choice_lines(plans: Sequence[Plan], devices: int, configured: Plan | None = None) -> list[str]:
-    """The best placement on this number of devices, the runner-up, that of the configuration, and why.
+def choice_lines(best: Plan | None, devices: int, configured: Plan) -> list[str]:
+    """The best placement on this number of devices, and that of the configuration, marked with *.
 
     Args:
-        plans: as `Search.plans` returns them; with a configured placement, the fastest of every partition of the roles.
+        best: None: no placement fits.
         devices: that there are.
-        configured: the placement that is compared with them, if there is one.
     """
-    if not plans:
-        separate = " with a rollout on separate devices" if configured and configured.job.overlaps else ""
-        return [f"no placement on {devices} device{'s' * (devices > 1)} fits{separate}"]
-    current, plans = configured, list(plans)
-    if configured is not None:
-        numbers_of = {frozenset(group.names): each for group, each in zip(configured.groups, configured.numbers)}
-        for i, plan in enumerate(plans):
-            if _sizes(plan) == _sizes(configured) and math.isclose(plan.seconds, configured.seconds):
-                current = replace(plan, placed=[numbers_of[frozenset(group.names)] for group in plan.groups])
-                plans[i] = current
-                break
-    labels = dict(zip(("best", "runner-up"), plans))
-    simplest = preferred(plans)
-    if simplest not in labels.values():
-        labels["preferred"] = simplest
-    ranked = plans
-    if current is not None and current not in plans and current.fits:
-        ranked = sorted([*plans, current], key=lambda plan: plan.seconds)
-    if current is not None and current not in labels.values():
-        labels["configured"] = current
-    stages = STAGES if plans[0].job.overlaps else STAGES[:-1]
-    rows = [["", *([] if configured is None else ["rank"]), "s/step", *stages, "GiB"]]
-    group_lines = []
-    for label, plan in labels.items():
-        name = f"{label} *" if plan is current else label
-        rank = [] if configured is None else [str(ranked.index(plan) + 1) if plan in ranked else "-"]
+    head = f"{devices} device{'s' * (devices > 1)}"
+    if best is None:
+        return [f"no placement on {head} fits{' with a rollout on separate devices' * configured.job.overlaps}"]
+    is_best = _sizes(best) == _sizes(configured) and math.isclose(best.seconds, configured.seconds)
+    plans = {"best *": configured} if is_best else {"best": best, "configured *": configured}
+    stages = STAGES if best.job.overlaps else STAGES[:-1]
+    rows, group_lines = [["", "s/step", *stages, "GiB"]], []
+    for label, plan in plans.items():
         seconds = [f"{seconds:.3g}" for seconds in (plan.seconds, *plan.stages[: len(stages)])]
-        rows.append([name, *rank, *seconds, gib(plan.peak)])
+        rows.append([label, *seconds, gib(plan.peak)])
         groups = [_roles_on(plan, *each) for each in zip(plan.groups, plan.numbers)]
         lines = [line for text in groups for line in _wrapped(text, width=WIDTH - 14)]
-        group_lines += [f"{name if i == 0 else '':12}  {line}" for i, line in enumerate(lines)]
-    reasons = _wrapped(reason(plans)) if len(plans) > 1 else []
-    head = f"placements on {devices} device{'s' * (devices > 1)}"
-    return [head, *table(rows), *group_lines, *_rank_lines(plans, current), *reasons]
-
-
-def _rank_lines(plans: Sequence[Plan], current: Plan | None) -> list[str]:
-    """What the ranks of a table count, and what is wrong with the configured placement."""
-    if current is None:
-        return []
-    ways = f"{len(plans)} way{'s' * (len(plans) > 1)} to group the roles"
-    lines = _wrapped(f"* is the configured placement; ranks are among the fastest one of {ways} that fit, and *")
-    if not current.fits:
-        lines.append("* does not fit into memory, so it has no rank")
-    if not current.concurrent and current.overlaps_roles:
-        lines += _wrapped("in *, devices wait for one another; trainer.overlap=true lets them work at the same time")
-    return lines
+        group_lines += [f"{label if i == 0 else '':12}  {line}" for i, line in enumerate(lines)]
+    notes = []
+    if not configured.fits:
+        notes.append("* does not fit into memory")
+    if not configured.concurrent and configured.overlaps_roles:
+        notes += _wrapped("in *, devices wait for one another; trainer.overlap=true lets them work at the same time")
+    return [f"placements on {head}", *table(rows), *group_lines, *notes]
 
 
 def _roles_on(plan: Plan, group: Group, numbers: Sequence[int]) -> str:
@@ -169,30 +139,10 @@ def _format_sizes(plan: Plan, group: Group) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def reason(plans: Sequence[Plan]) -> str:
-    """Why the best plan is better than the runner-up, or which plan to prefer if others are as fast."""
-    best, other, simplest = plans[0], plans[1], preferred(plans)
-    longer = other.seconds / best.seconds - 1
-    comparison = f"the runner-up takes {longer:.1%} longer: {_difference(best, other)}"
-    if simplest is not best:
-        name = "the runner-up" if simplest is other else format_placement(simplest)
-        return f"{comparison}; within 5 % of the best: prefer {name}, the simpler one"
-    return comparison + ("; within 5 % of the best, which is the simpler one" if longer <= NEAR - 1 else "")
-
-
-def _difference(best: Plan, other: Plan) -> str:
-    """Seconds that another plan takes longer in the stages that differ most."""
-    gains = {stage: theirs - ours for stage, ours, theirs in zip(STAGES, best.stages, other.stages)}
-    faster = max(gains, key=lambda stage: gains[stage])
-    slower = min(gains, key=lambda stage: gains[stage])
-    difference = f"{faster} {gains[faster]:+.3g} s"
-    return difference + (f", although {slower} {gains[slower]:+.3g} s" if gains[slower] < -0.005 * best.seconds else "")
-
-
 def describe_change(fix: tuple[Change, Plan] | None) -> str:
     """The smallest change that fits, such as "set a=1 b=2" or "use 4 devices"."""
     if fix is None:
-        return "no change of micro-batches, checkpointing, offloading, LoRA or up to 128 times the devices fits"
+        return "no change of micro-batches, checkpointing, offloading or up to 128 times the devices fits"
     change, plan = fix
     settings = " ".join(f"{key}={value}" for key, value in change.settings.items())
     devices = f"use {plan.devices} devices" if change.factor > 1 else ""

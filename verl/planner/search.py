@@ -6,23 +6,18 @@ once per (set, devices). An allocation that another one beats with fewer devices
 ends when even the fastest rest cannot beat the best placement so far: the result is that of brute force.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 
 from verl.planner.devices import Device
 from verl.planner.placement import STAGES, Group, Plan, is_possible, plan_groups, step_seconds
-from verl.planner.shapes import ModelShape
 from verl.planner.workload import Job, Layout, Role
 
 #: (tensor, pipeline) sizes of Megatron: tensor parallelism stays in a node, pipelines begin where it ends
 MEGATRON_SIZES = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8))
 ROLLOUT_SIZES = (1, 2, 4, 8)
-#: devices that share the experts of a layer, each of which is on one device
-EXPERT_SIZES = (1, 2, 4, 8, 16, 32, 64)
 #: plans within this factor of the fastest one are a tie: the error of the model is larger
 NEAR = 1.05
 #: largest number of different sizes that are tried for a group
@@ -56,20 +51,16 @@ class Search:
     """Finds placements of a job on devices of one kind.
 
     Args:
-        job: the run, without a role `rollout`.
-        separate_rollout: the rollout may have separate devices; in asynchronous training it always has.
+        job: the run, without a role `rollout`. In asynchronous training the rollout has separate devices.
         rollout_sizes: tensor-parallel sizes of the rollout.
         model_sizes: (tensor, pipeline) sizes of training; None: those of the job.
-        expert_sizes: devices that share the experts of a layer; None: that of the job.
         same_sizes: all models of a group have the same ones, also if they differ in shape.
     """
 
     job: Job
     device: Device
-    separate_rollout: bool = True
     rollout_sizes: tuple[int, ...] = ROLLOUT_SIZES
     model_sizes: tuple[tuple[int, int], ...] | None = None
-    expert_sizes: tuple[int, ...] | None = EXPERT_SIZES
     same_sizes: bool = False
 
     def __post_init__(self) -> None:
@@ -78,18 +69,10 @@ class Search:
         self._groups: dict[tuple[tuple[str, ...], bool, int], Group | None] = {}
 
     def partitions(self) -> list[Partition]:
-        """The partitions to try. A rollout is with the actor or alone: no other role frees its memory for it.
-
-        In asynchronous training it is alone.
-        """
-        splits = self.separate_rollout or self.job.overlaps
-        groupings = list(partitions([*self.job.names, "rollout"] if splits else self.job.names))
-        return [
-            partition
-            for partition in groupings
-            if self.is_split(partition)
-            or (not self.job.overlaps and all("rollout" not in names or "actor" in names for names in partition))
-        ]
+        """The partitions to try. In asynchronous training the rollout is alone."""
+        if not self.job.overlaps:  # a rollout with separate devices would idle during training
+            return list(partitions(self.job.names))
+        return [(*partition, ("rollout",)) for partition in partitions(self.job.names)]
 
     def is_split(self, partition: Partition) -> bool:
         """Whether the rollout has separate devices."""
@@ -126,9 +109,9 @@ class Search:
         roles = [base.role(name) for name in names]
         shapes = list(dict.fromkeys(role.shape for role in roles))
         if self.same_sizes:
-            layouts = ((sizes,) * len(shapes) for sizes in self._sizes(devices, base.role("actor").shape))
+            layouts = ((sizes,) * len(shapes) for sizes in self._sizes(devices))
         else:
-            layouts = product(*(self._sizes(devices, shape) for shape in shapes))
+            layouts = product(self._sizes(devices), repeat=len(shapes))
         for sizes in layouts:
             placed = []
             for role in roles:
@@ -143,17 +126,12 @@ class Search:
                 if splits and all(is_possible(job, role) for role in placed):
                     yield job, placed
 
-    def _sizes(self, devices: int, shape: ModelShape) -> list[dict[str, Any]]:
+    def _sizes(self, devices: int) -> list[dict[str, Any]]:
         """The sizes of model parallelism, as attributes of a layout; without an entry, that of the role."""
         if self.model_sizes is None:
             return [{}]
         pairs = [(t, p) for t, p in self.model_sizes if devices % (t * p) == 0 and t <= self.device.per_node]
-        fit = [{"tensor": tensor, "pipeline": pipeline} for tensor, pipeline in pairs]
-        if not shape.experts or self.expert_sizes is None:
-            return fit
-        counts = [count for count in self.expert_sizes if shape.experts % count == 0]
-        experts = [{"expert": count, "expert_tensor": 1 if count > 1 else None} for count in counts]
-        return [a | b for a in fit for b in experts if devices % (a["pipeline"] * b["expert"]) == 0]
+        return [{"tensor": tensor, "pipeline": pipeline} for tensor, pipeline in pairs]
 
     # ---- allocations ------------------------------------------------------------------------------------------------
 
@@ -244,7 +222,6 @@ _INFER = {
         for name, section in _VALUE.items()
     },
 }
-LORA_RANK = 32
 
 
 @dataclass(frozen=True)
@@ -271,20 +248,18 @@ def smallest_change(plan: Plan) -> tuple[Change, Plan] | None:
 def first_that_fits(job: Job, device: Device, plan_of: Callable[[Change], Plan | None]) -> tuple[Change, Plan] | None:
     """The first change whose plan fits, and that plan.
 
-    Changes of one setting come first, then settings that cost speed but not results, combined in their order, then
-    these with LoRA and with more devices.
+    Changes of one setting, which cost speed but not results, come first, then the first ones together, then more
+    devices, without and with all of them.
 
     Args:
         job: the run that does not fit.
         plan_of: the plan with a change; None if there is none.
     """
     single = [change for change in _changes(job, device) if change.settings]
-    combined = [_joined(single[:count]) for count in range(2, len(single) + 1)]
-    everything, lora = _joined(single), _lora(job)
+    together = list(accumulate(single, _both))
     more = [Change(factor=factor) for factor in (2, 4, 8, 16, 32, 64, 128)]
-    last = [_joined([everything, change]) for change in [*lora, *more]]
-    last += [_joined([everything, *lora, change]) for change in more]
-    for change in (*single, *lora, *more[:1], *combined, *more[1:], *last):
+    last = [_both(everything, change) for everything in together[-1:] for change in more]
+    for change in (*single, *more[:1], *together[1:], *more[1:], *last):
         plan = plan_of(change)
         if plan is not None and plan.fits:
             return change, plan
@@ -301,11 +276,10 @@ def plan_with(change: Change, job: Job, device: Device, groups: Groups) -> Plan 
     return plan_groups(changed, device, placed)
 
 
-def _joined(changes: Sequence[Change]) -> Change:
-    """All changes, one after the other."""
-    settings = {key: value for change in changes for key, value in change.settings.items()}
-    factor = math.prod(change.factor for change in changes)
-    return Change(settings, lambda job: reduce(lambda changed, change: change.apply(changed), changes, job), factor)
+def _both(first: Change, second: Change) -> Change:
+    """One change after the other."""
+    settings = {**first.settings, **second.settings}
+    return Change(settings, lambda job: second.apply(first.apply(job)), first.factor * second.factor)
 
 
 def _of_roles(names: Sequence[str], settings: Mapping[str, str], **values: Any) -> Change:
@@ -374,11 +348,3 @@ def _micro_tokens(job: Job, tokens: int) -> Change:
         if role.name in _INFER and infers and limit(role).infer_tokens != role.infer_tokens:
             settings |= dict(zip(_INFER[role.name], ("true", str(tokens))))
     return Change(settings, lambda job: replace(job, roles=tuple(map(limit, job.roles))))
-
-
-def _lora(job: Job) -> list[Change]:
-    """Train adapters instead of all weights, if no role is tensor-parallel."""
-    trained = [role.name for role in job.roles if role.trains]
-    if job.model_parallel or any(job.role(name).lora_rank or job.role(name).layout.tensor > 1 for name in trained):
-        return []
-    return [_of_roles(trained, {f"{_MODEL[name]}.lora_rank": str(LORA_RANK) for name in trained}, lora_rank=LORA_RANK)]

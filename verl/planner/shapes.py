@@ -136,14 +136,6 @@ class ModelShape:
         layers = self.matrices(self.experts) + self.layers * vectors + gates
         return layers + self.embedding + self.hidden + head + (self.vision.parameters if self.vision is not None else 0)
 
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that compute a token."""
-        if not self.experts:
-            return self.parameters()
-        idle = (self.experts - self.active_experts) * 3 * self.hidden * self.expert_mlp
-        return self.parameters() - self.sparse_layers * idle
-
     def lora_parameters(self, rank: int, experts: bool = False) -> int:
         """Parameters of LoRA adapters of this rank on every matrix of every layer. experts: also on those of experts,
         whose two matrices of a layer's input are one."""

@@ -30,26 +30,21 @@ from typing import Any, Self
 
 import psutil
 
-from verl.processes.limits import HEARTBEAT_SECONDS
-
 _further: dict[str, str] = {}  # environment variables of helper processes
 _SIGNAL_NAMES = {s.value: s.name for s in signal.Signals}
 STACK_SIGNAL = signal.SIGUSR1  # blocked in a child until `start_reports`
-_HEARTBEAT = struct.Struct("d")  # `time.monotonic`, which all processes of a host share; 0: none yet
 
 
 class ChildProcess(ABC):
     """A Python process in a separate session and process group. Subclasses start it and report its exit status.
 
-    reports: Whether the child gets a file for its heartbeat and its stacks (see `start_reports`).
+    reports: Whether the child gets a file for its stacks (see `start_reports`).
     """
 
     pid: int
 
     def __init__(self, reports: bool):
         self._reports = tempfile.TemporaryFile(buffering=0) if reports else None  # noqa: SIM115
-        if reports:
-            self._reports.write(_HEARTBEAT.pack(0.0))
 
     @property
     def report_descriptors(self) -> list[int]:
@@ -79,11 +74,6 @@ class ChildProcess(ABC):
         self.kill()
         return self.wait()
 
-    def silence(self) -> float | None:
-        """Seconds since the last heartbeat; None before the first one."""
-        (last,) = _HEARTBEAT.unpack(os.pread(self._reports.fileno(), _HEARTBEAT.size, 0))
-        return max(0.0, time.monotonic() - last) if last else None
-
     def request_stacks(self) -> None:
         """Ask the process to write the stacks of all its threads, which takes a moment."""
         if self.poll() is None:
@@ -92,7 +82,7 @@ class ChildProcess(ABC):
 
     def read_stacks(self) -> str:
         """The stacks written so far."""
-        self._reports.seek(_HEARTBEAT.size)
+        self._reports.seek(0)
         return self._reports.read().decode(errors="replace").strip() or "(no stacks: the process did not respond)"
 
     def close(self) -> None:
@@ -201,17 +191,10 @@ def describe_exit(status: int) -> str:
 
 
 def start_reports(descriptor: int) -> None:
-    """In a child: write a heartbeat every second, and the stacks when the parent asks, also while C code runs."""
-
-    def write_heartbeats() -> None:
-        while True:
-            os.pwrite(descriptor, _HEARTBEAT.pack(time.monotonic()), 0)
-            time.sleep(HEARTBEAT_SECONDS)
-
+    """In a child: write the stacks when the parent asks, also while C code runs."""
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {STACK_SIGNAL})
-    threading.Thread(target=write_heartbeats, name="heartbeat", daemon=True).start()
 
 
 # ---- channels -------------------------------------------------------------------------------------------------------

@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-HEARTBEAT_SECONDS = 1.0  # between two heartbeats of a process
-
 _WINDOW = 101  # durations that count for the median, so that it follows responses that become longer
 
 
@@ -27,7 +25,7 @@ class Limits:
         timeout: Limit of an operation that has not finished yet in this run, and the maximum of every limit.
         start: Limit of starting workers and loading models; None: `timeout`.
         factor: A limit is the median duration times this factor; None: always `timeout`.
-        minimum: The smallest of these limits, and how long a stopped process is waited for.
+        minimum: The smallest of these limits.
         call_limits: Operator -> how long one of its calls may take by a separate setting, such as `reward.timeout`. A
             limit from its median is longer by this, so that one slow call that is allowed does not end the run.
     """

@@ -1,25 +1,23 @@
 """Batches passed by reference: large columns stay on the rank that produced them.
 
-    result = store.pack_result(batch)              # on the rank: everything but the large columns
-    seen = unpack_result(result, source_of)        # on the controller: a RemoteTensor for each large column
-    call = PackedCall((seen,))                     # the arguments of the next call, and the rows it refers to
-    rows = [read(ref) for ref in call.refs]        # the executor fetches these from the ranks that have them
-    (batch,) = load_call(call.packed, rows)        # on the rank that is called
+    result, columns = pack_result(batch)           # on the rank: everything but the large columns, and these
+    seen = unpack_result(result, source)           # on the controller: a RemoteTensor for each large column
+    call = PackedCall((seen,))                     # the arguments of the next call, and the sources it refers to
+    (batch,) = load_call(call.packed, sources)     # on the rank that is called, with these sources
 
 A `RemoteTensor` holds a shape, a dtype and, for every row, the `Source` that has it. Indexing rows (slice, index
 tensor, mask) and concatenating batches only change these lists, so a batch can be split, reordered, repeated and sent
 to other workers, each of which fetches only its own rows. Any other use, such as a controller operator that reads the
 column, fetches the rows once; from then on the column behaves as a local tensor.
 
-This module does not move data. Between processes of one host `local.column_files` does, with memory files in place of
-a `ColumnStore`; between Ray actors `ray.actor_pool` does.
+This module does not move data. Between processes of one host `local.transport` does, with memory files; between Ray
+actors the object store of Ray does.
 """
 
-import itertools
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
@@ -47,16 +45,6 @@ class Source(ABC):
         Returns:
             (n, *row_shape) CPU tensor.
         """
-
-
-class LocalSource(Source):
-    """A local tensor as a source, for `torch.cat` of ordinary tensors and RemoteTensors."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor
-
-    def fetch(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        return self.tensor[rows]
 
 
 def assemble_rows(shape: Sequence[int], chunks: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -153,22 +141,16 @@ class RemoteTensor(torch.Tensor):
 
     @classmethod
     def _concat(cls, tensors: Sequence[torch.Tensor]) -> "RemoteTensor | None":
-        """Concatenate along the rows; None if the tensors do not match, which `torch.cat` then reports."""
+        """Concatenate along the rows; None if a tensor is local or does not match, which is left to `torch.cat`."""
         first = next(t for t in tensors if isinstance(t, RemoteTensor))
         sources, ids, rows = [], [], []
         for tensor in tensors:
-            if tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]:
+            is_remote = isinstance(tensor, RemoteTensor) and tensor.is_remote and tensor.name == first.name
+            if not is_remote or tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]:
                 return None
-            if isinstance(tensor, RemoteTensor) and tensor.is_remote:
-                if tensor.name != first.name:
-                    return None
-                ids.append(tensor._source_ids + len(sources))
-                rows.append(tensor._source_rows)
-                sources += tensor._sources
-            else:
-                ids.append(torch.full((len(tensor),), len(sources)))
-                rows.append(torch.arange(len(tensor)))
-                sources.append(LocalSource(_to_local(tensor)))
+            ids.append(tensor._source_ids + len(sources))
+            rows.append(tensor._source_rows)
+            sources += tensor._sources
         return cls(first.name, sources, torch.cat(ids), torch.cat(rows), first.shape[1:], first.dtype)
 
     @classmethod
@@ -293,110 +275,75 @@ def large_columns(value: Any) -> dict[str, torch.Tensor]:
     return {name: t for name, t in value.tensors.items() if t.numel() * t.element_size() > MAX_INLINE_BYTES}
 
 
-class ColumnStore:
-    """The large columns of the batches that one rank produced, until the controller drops them."""
+@dataclass(frozen=True, eq=False)
+class Columns(Source):
+    """The large columns of one batch.
 
-    def __init__(self) -> None:
-        self._batches: dict[int, dict[str, torch.Tensor]] = {}
-        self._keys = itertools.count()
-
-    def pack_result(self, value: Any) -> Packed:
-        """Pack a result without its large columns, which are stored here.
-
-        They are copied, so that later writes of the worker to its own tensors do not change the result.
-        """
-        large = large_columns(value)
-        if not large:
-            return pack(value)
-        key = next(self._keys)
-        self._batches[key] = {k: t.detach().to("cpu", copy=True).contiguous() for k, t in large.items()}
-        references = {id(t): (key, k, tuple(t.shape), t.dtype) for k, t in large.items()}
-        return pack(value, lambda x: references.get(id(x)) if isinstance(x, torch.Tensor) else None)
-
-    def read(self, key: int, names: Iterable[str], rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Rows (n,) of some columns of one batch."""
-        columns = self._batches[key]
-        return {name: columns[name][rows] for name in names}
-
-    def drop(self, keys: Iterable[int]) -> None:
-        for key in keys:
-            del self._batches[key]
-
-
-def unpack_result(packed: Packed, source_of: Callable[[int], Source]) -> Any:
-    """Unpack the output of `ColumnStore.pack_result` on the controller, with a RemoteTensor for each large column.
-
-    source_of: Maps the key of a stored batch to the Source that reads it.
+    Attributes:
+        arrays: name -> (B, bytes of a row) uint8.
+        kinds: name -> (shape of a row, dtype).
     """
 
-    def resolve(reference: tuple) -> RemoteTensor:
-        key, name, shape, dtype = reference
-        return RemoteTensor.from_source(name, source_of(key), shape, dtype)
+    arrays: Mapping[str, np.ndarray]
+    kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
-    return unpack(packed, resolve)
+    def fetch(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        shape, dtype = self.kinds[name]
+        return torch.from_numpy(self.arrays[name][rows.numpy()]).view(dtype).view(len(rows), *shape)
 
 
-@dataclass
-class ColumnRef:
-    """Rows of one source that a call refers to, in the columns `names`."""
+def pack_result(value: Any) -> tuple[Packed, Columns | None]:
+    """On a rank: pack a result without its large columns. Returns them too; None if there are none."""
+    large = large_columns(value)
+    if not large:
+        return pack(value), None
+    references = {id(t): (name, tuple(t.shape), t.dtype) for name, t in large.items()}
+    packed = pack(value, lambda x: references.get(id(x)) if isinstance(x, torch.Tensor) else None)
+    tensors = {name: t.detach().cpu().contiguous() for name, t in large.items()}
+    arrays = {name: t.reshape(len(t), -1).view(torch.uint8).numpy() for name, t in tensors.items()}
+    return packed, Columns(arrays, {name: (tuple(t.shape[1:]), t.dtype) for name, t in tensors.items()})
 
-    source: Source
-    rows: torch.Tensor
-    names: list[str] = field(default_factory=list)
+
+def unpack_result(packed: Packed, source: Source | None) -> Any:
+    """On the controller: unpack a result, with a RemoteTensor for each large column, which `source` reads."""
+    return unpack(packed, lambda reference: RemoteTensor.from_source(reference[0], source, *reference[1:]))
 
 
 class PackedCall:
     """The arguments of a call, packed once for all ranks that get them.
 
-    Args:
-        readable: The type of Source that the called ranks can read. Columns of other sources are fetched here and sent.
-
     Attributes:
         packed: The arguments without the remote columns.
-        refs: The rows that the called rank needs, in the order in which `load_call` takes them.
+        sources: Where the called rank reads these, in the order in which `load_call` takes them.
     """
 
-    def __init__(self, value: Any, readable: type[Source] = Source):
-        self._readable = (LocalSource, readable)
-        self._refs: dict[tuple[int, bytes], ColumnRef] = {}
+    def __init__(self, value: Any):
+        self.sources: list[Source] = []
         self.packed = pack(value, self._to_reference)
 
-    @property
-    def refs(self) -> list[ColumnRef]:
-        return list(self._refs.values())
-
     def _to_reference(self, value: Any) -> Any:
-        """Reference to a remote column: (shape, dtype, [(positions, index of the ref, column) or (positions, None,
-        rows)])."""
+        """Reference to a remote column: (shape, dtype, [(positions, index of the source, its column, rows)])."""
         if not (isinstance(value, RemoteTensor) and value.is_remote):
             return None
-        shares = list(value.by_source())
-        if not all(isinstance(source, self._readable) for source, _, _ in shares):
-            return None
         chunks = []
-        for source, positions, rows in shares:
-            if isinstance(source, LocalSource):
-                chunks.append((positions, None, source.fetch(value.name, rows)))
-            else:
-                key = (id(source), rows.numpy().tobytes())  # columns with the same rows share a ref
-                ref = self._refs.setdefault(key, ColumnRef(source, rows))
-                if value.name not in ref.names:
-                    ref.names.append(value.name)
-                chunks.append((positions, list(self._refs).index(key), value.name))
+        for source, positions, rows in value.by_source():
+            if source not in self.sources:
+                self.sources.append(source)
+            chunks.append((positions, self.sources.index(source), value.name, rows))
         return tuple(value.shape), value.dtype, chunks
 
 
-def load_call(packed: Packed, columns: Sequence[Mapping[str, torch.Tensor]]) -> Any:
+def load_call(packed: Packed, sources: Sequence[Source]) -> Any:
     """Unpack a call on the rank that runs it: its arguments, with an ordinary tensor for each remote column.
 
     Args:
         packed: `PackedCall.packed`.
-        columns: For each of `PackedCall.refs`, its rows by column name.
+        sources: Those of `PackedCall.sources`, as this rank reads them.
     """
 
     def resolve(reference: tuple) -> torch.Tensor:
         shape, dtype, chunks = reference
-        rows = [(positions, column if n is None else columns[n][column]) for positions, n, column in chunks]
-        return assemble_rows(shape, rows) if rows else torch.empty(shape, dtype=dtype)
+        chunks = [(positions, sources[n].fetch(name, rows)) for positions, n, name, rows in chunks]
+        return assemble_rows(shape, chunks) if chunks else torch.empty(shape, dtype=dtype)
 
     return unpack(packed, resolve)

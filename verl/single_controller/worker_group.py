@@ -16,7 +16,6 @@ calls: in this process, in processes of this host, or in Ray actors.
 
 import functools
 import inspect
-import logging
 import os
 import re
 import socket
@@ -27,21 +26,12 @@ from typing import Any, Generic, TypeVar
 
 import psutil
 
-from verl.processes.limits import HEARTBEAT_SECONDS, Durations, Elapsed
+from verl.processes.limits import Durations, Elapsed
 from verl.registry import did_you_mean
 from verl.single_controller.dispatch import Call, Dispatch, Layout, Registered, registered_methods
 from verl.single_controller.worker import Worker
 
-logger = logging.getLogger("verl.single_controller")
-
 # ---- the rank that a call waits for ---------------------------------------------------------------------------------
-
-# The state of a process is that of the operating system. A heartbeat is the sign of a rank that its Python code can
-# run: it stops if the process is stopped, and if C code holds the interpreter lock.
-
-SILENT_SECONDS = 30.0  # without a heartbeat, after which a rank is reported
-_REPEAT_SECONDS = 60.0  # between two reports of a rank
-_LOOK_SECONDS = 1.0  # between two looks at the ranks of a call
 
 _WAITING_FUNCTIONS = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)')
@@ -54,7 +44,6 @@ class RankState:
     Attributes:
         pid: Its process.
         status: State of the process, as in psutil; None if its host could not be asked.
-        silent: Seconds since its last heartbeat; None before the first one.
         busy: Whether it has not replied to the call.
     """
 
@@ -62,7 +51,6 @@ class RankState:
     pid: int
     host: str
     status: str | None
-    silent: float | None
     busy: bool = True
 
     @property
@@ -71,18 +59,10 @@ class RankState:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the process cannot work: it is stopped, has ended, or Python code does not run in it."""
-        silent = self.silent is not None and self.silent >= SILENT_SECONDS
-        return silent or self.status in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        """Whether the process cannot work: it is stopped, has ended, or its host does not respond."""
+        return self.status in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD, None)
 
     def __str__(self) -> str:
-        silence, seconds = "", self.silent
-        if seconds is not None:
-            recent = seconds < 5 * HEARTBEAT_SECONDS
-            silence = f", last heartbeat {seconds:.0f} s ago" if recent else f", no heartbeat for {seconds:.0f} s"
-        return f"rank {self.rank} (process {self.pid}) {self._condition()}{silence}"
-
-    def _condition(self) -> str:
         conditions: Mapping[str | None, str] = {
             psutil.STATUS_STOPPED: f"is stopped: SIGSTOP (`kill -CONT {self.pid}` continues it)",
             psutil.STATUS_TRACING_STOP: "is stopped by a debugger",
@@ -93,11 +73,11 @@ class RankState:
             psutil.STATUS_RUNNING: "is running",
             None: "is in an unknown state, since its host does not respond",
         }
-        return conditions.get(self.status, f"is {self.status}")
+        return f"rank {self.rank} (process {self.pid}) {conditions.get(self.status, f'is {self.status}')}"
 
 
 class CallWatch:
-    """Looks at the ranks of the call `role`.`method`() while it runs, and logs those that cannot work.
+    """The limit of the call `role`.`method`().
 
     Args:
         durations: Of earlier calls.
@@ -112,30 +92,6 @@ class CallWatch:
         self._durations, self._name = durations, None if operator is None else (operator, role, method)
         self.limit = durations.start_limit if method == "__init__" else durations.limit(self._name)
         self._operator = "" if operator is None else f" in operator {operator!r}"
-        self._call = f"{role}.{method}(){self._operator}"
-        self._looked = 0.0
-        self._stopped: dict[int, float] = {}  # rank -> since when it is stopped
-        self._reported: dict[int, float] = {}  # rank -> when it was logged
-
-    @property
-    def is_due(self) -> bool:
-        """Whether it is time for another look."""
-        return self.elapsed.seconds - self._looked >= _LOOK_SECONDS
-
-    def look(self, states: Sequence[RankState]) -> bool:
-        """Log those of the ranks that have not replied that cannot work. Returns whether one has been stopped for too
-        long."""
-        now = self._looked = self.elapsed.seconds
-        self._stopped = {s.rank: self._stopped.get(s.rank, now) for s in states if s.is_stopped}
-        for state in states:
-            last = self._reported.get(state.rank, -_REPEAT_SECONDS)
-            silent = state.silent is None or state.silent >= SILENT_SECONDS
-            if state.is_suspect and silent and now >= SILENT_SECONDS and now - last >= _REPEAT_SECONDS:
-                self._reported[state.rank] = now
-                limit = f"limit: {self.limit.seconds:.0f} s"
-                logger.warning("%s has run for %.0f s (%s): %s", self._call, now, limit, state)
-        limits = self._durations.limits
-        return limits.factor is not None and any(now - since >= limits.minimum for since in self._stopped.values())
 
     def record(self, seconds: float) -> None:
         """Record the duration of the call, for the limits of later ones."""

@@ -26,7 +26,11 @@ def check_asynchronous(config: Config) -> Iterator[Problem]:
     if k := config.trainer.max_staleness:
         missing_hosts = rollout.nnodes and config.placement.rollout_devices is None  # a problem of `_check_hosts`
         if not (config.rollout_is_separate or config.placement.auto or missing_hosts):
-            yield Problem("trainer.async.max_staleness", f"{k}, but {_needs_devices(config)}")
+            fix = "use placement=auto, or set placement.actor_devices and placement.rollout_devices"
+            if config.trainer.nnodes * config.trainer.n_gpus_per_node == 1:
+                fix += ", with trainer.n_gpus_per_node=2 or more"
+            message = f"{k}, but generation overlaps training only on separate devices: {fix}"
+            yield Problem("trainer.async.max_staleness", message)
         conflicts = {
             "rollout.deterministic=true generates with the weights that are trained: turn it off": (
                 rollout.deterministic
@@ -67,40 +71,6 @@ def _check_hosts(config: Config) -> Iterator[Problem]:
     elif rollout.nnodes and rollout.n_gpus_per_node and len(devices) != rollout.nnodes * rollout.n_gpus_per_node:
         message = f"placement.rollout_devices has {len(devices)} devices: set only one of them"
         yield Problem(f"{_ROLLOUT}nnodes", f"{rollout.nnodes} x {rollout.n_gpus_per_node} processes, but {message}")
-
-
-def _needs_devices(config: Config) -> str:
-    """What an asynchronous run without a separate rollout should set."""
-    need = "generation overlaps training only on separate devices"
-    total = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    split = split_of(config, total)
-    if split is not None:
-        return f"{need}: set {_devices(split, total)}, or placement=auto"
-    larger = next((count for count in range(total + 1, 8 * total + 9) if split_of(config, count)), None)
-    if larger is None or config.trainer.nnodes > 1:
-        return (
-            f"{need}: use more devices, with placement.actor_devices and placement.rollout_devices, or placement=auto"
-        )
-    need += f", and {total} device{'s are' if total > 1 else ' is'} not enough"
-    return f"{need}: set trainer.n_gpus_per_node={larger} {_devices(split_of(config, larger), larger)}"
-
-
-def _devices(actor: int, total: int) -> str:
-    """The keys of a placement with the rollout behind the actor."""
-    first, last = (str(list(numbers)).replace(" ", "") for numbers in (range(actor), range(actor, total)))
-    return f"placement.actor_devices={first} placement.rollout_devices={last}"
-
-
-def split_of(config: Config, total: int) -> int | None:
-    """How many of `total` devices the actor can have beside a rollout on the others, about the half; None: none."""
-    policy = config.actor_rollout_ref
-    rows, group = policy.actor.ppo_mini_batch_size * policy.rollout.n, policy.actor.engine.ranks_with_same_rows
-    possible = [
-        actor
-        for actor in range(group, total, group)
-        if rows % (actor // group) == 0 and (total - actor) % policy.rollout.tensor_model_parallel_size == 0
-    ]
-    return min(possible, key=lambda actor: abs(2 * actor - total), default=None)
 
 
 _ROLLOUT = "actor_rollout_ref.rollout."

@@ -102,12 +102,7 @@ class RunConfig(Section):
     wait_factor: float | None = field(
         10.0, "a wait ends after this multiple of the operator's median duration; null: after worker_timeout", ge=1
     )
-    wait_minimum: float = field(
-        120.0,
-        "smallest of these limits in seconds, and how long a stopped process is waited for",
-        active_when=("wait_factor", is_set),
-        gt=0,
-    )
+    wait_minimum: float = field(120.0, "smallest of these limits in seconds", active_when=("wait_factor", is_set), gt=0)
     max_restarts: int = field(
         0, "how often the run restarts from its newest checkpoint after a worker or a node is lost, or hangs", ge=0
     )

@@ -277,19 +277,15 @@ class ProcessPool:
             return
         watch = pending.watch
         seconds = watch.elapsed.tick(time.monotonic())
-        if seconds >= watch.limit.seconds:
-            waited = f"{watch.limit.seconds:g} s"
-        elif watch.is_due and watch.look([self._state(self._ranks[rank]) for rank in sorted(pending.waiting)]):
-            waited = f"{seconds:.0f} s"
-        else:
+        if seconds < watch.limit.seconds:
             return
         late = sorted(pending.waiting)
-        message = watch.no_reply_message(waited, late, pending.replies)
+        message = watch.no_reply_message(f"{watch.limit.seconds:g} s", late, pending.replies)
         self._add_failure(2, time.monotonic(), WorkerTimeout(message, pending.role, pending.method, late[0]))
 
-    def _state(self, rank: _Rank, busy: bool = True) -> RankState:
+    def _state(self, rank: _Rank, busy: bool) -> RankState:
         pid = rank.process.pid
-        return RankState(rank.rank, pid, socket.gethostname(), process_status(pid), rank.process.silence(), busy)
+        return RankState(rank.rank, pid, socket.gethostname(), process_status(pid), busy)
 
     def _add_failure(self, order: int, when: float, error: WorkerError) -> None:
         """Record a failure. `_first_error` is determined after `_SETTLE_SECONDS`."""

@@ -15,7 +15,8 @@ from typing import Any
 
 from verl.processes.child import Channel, start_reports
 from verl.single_controller.dispatch import Call
-from verl.single_controller.local.transport import Kind, Message, Parcel, receive, result_parcel, unpack_call
+from verl.single_controller.local.transport import Kind, Message, Parcel, receive, unpack_call
+from verl.single_controller.remote_batch import pack_result
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import WorkerError
 from verl.utils.log import setup_worker_logging
@@ -58,9 +59,9 @@ class WorkerHost:
             self.workers[role] = spec.build(rank_env)
 
     def _run(self, message: Message) -> Any:
-        role, method, padding, *arguments = message.load()
+        role, method, padding, packed = message.load()
         self._current_call = (role, method)
-        args, kwargs = unpack_call(message, *arguments)
+        args, kwargs = unpack_call(message, packed)
         result = getattr(self.workers[role], method)(*args, **kwargs)
         return Call(args, kwargs, padding, collect=message.kind is Kind.CALL).finish(result)
 
@@ -73,7 +74,7 @@ class WorkerHost:
 
     def _reply(self, channel: Channel, call_id: int, kind: Kind, content: Any) -> None:
         try:
-            parcel = result_parcel(content) if kind is Kind.RESULT else Parcel(content)
+            parcel = Parcel(pack_result(content) if kind is Kind.RESULT else content)
         except Exception as error:  # the result cannot be pickled
             error.add_note("while the result was packed for the caller")
             failure = WorkerError.from_exception(error, *self._current_call, self.rank)

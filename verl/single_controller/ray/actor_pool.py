@@ -1,26 +1,24 @@
 """RayPool: the actors of a resource pool, as the controller sees them.
 
 Errors, crashes and hangs are reported as by `local.process_pool`. Batches are passed by reference (`remote_batch`):
-rows go from the rank that produced them to the ranks that need them, and the controller receives a large column only
-if an operator reads it.
+large columns are in Ray's object store, from which the ranks that need them read, and the controller only if an
+operator reads them. Ray frees them with the last reference.
 """
 
 import contextlib
-import functools
+import logging
 import math
 import os
 import threading
 import time
-import weakref
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from verl.dataflow.operator import running_operator
@@ -28,13 +26,11 @@ from verl.processes.child import process_status
 from verl.processes.limits import Durations, Limits
 from verl.single_controller.cluster import ResourcePool
 from verl.single_controller.dispatch import Call
-from verl.single_controller.ray.placement import START_TIMEOUT, reserve
-from verl.single_controller.ray.rank_actor import ActorInfo, RankActor, StoredRows
-from verl.single_controller.remote_batch import ColumnRef, PackedCall, Source, nbytes, unpack, unpack_result
+from verl.single_controller.ray.rank_actor import ActorInfo, RankActor
+from verl.single_controller.remote_batch import Packed, PackedCall, Source, nbytes, unpack_result
 from verl.single_controller.worker import RankEnv, WorkerSpec
 from verl.single_controller.worker_group import (
     CALL_TIMEOUT,
-    SILENT_SECONDS,
     CallWatch,
     Failure,
     Future,
@@ -47,11 +43,15 @@ from verl.single_controller.worker_group import (
     timeout_error,
 )
 
+logger = logging.getLogger("verl.single_controller")
+
+START_TIMEOUT = 300.0  # default limit for the cluster to provide the resources of a run, seconds
+_QUIET_SECONDS = 2.0  # before the first log line: a cluster that has the resources needs a moment
+_RESERVE_SECONDS = 0.5  # one wait for a placement group; Ray does not handle Ctrl-C during it
 _SETTLE_SECONDS = 0.25  # after a failure, to collect others: the first one is the cause
 _SHUTDOWN_SECONDS = 5.0  # for an actor to end by itself, or to report its progress
-_ASK_SECONDS = 5.0  # between two heartbeats that are asked for
 _STATUS_SECONDS = 15.0  # for a node to start a process that reads the state of another
-_WAIT_SECONDS = 1.0  # one wait for replies; heartbeats are checked between two
+_WAIT_SECONDS = 1.0  # one wait for replies
 _MAX_INLINE_BYTES = 1 << 16  # larger arguments are put into the object store once for all ranks
 
 
@@ -62,120 +62,47 @@ class _Rank:
     Attributes:
         actor: Ray's handle.
         info: Where it runs; set by `_rank_environments`.
-        dropped: Keys in its ColumnStore that the controller no longer refers to.
     """
 
     rank: int
     actor: Any
     info: ActorInfo | None = None
-    dropped: deque[int] = field(default_factory=deque)
-
-    def rows(self, key: int, names: list[str], rows: torch.Tensor) -> ray.ObjectRef:
-        return self.actor.pack_rows.options(concurrency_group="data").remote(key, names, rows)
 
 
 class _RemoteSource(Source):
-    """A batch in the ColumnStore of a rank. It is dropped there when this object is garbage-collected."""
+    """The `Columns` of a result in the object store. `rank` has produced them, and owns them."""
 
-    def __init__(self, rank: _Rank, key: int):
-        self.rank, self.key = rank, key
-        # Only recorded here: finalizers run at arbitrary points, where Ray must not be called.
-        weakref.finalize(self, rank.dropped.append, key).atexit = False
+    def __init__(self, rank: _Rank, ref: ray.ObjectRef):
+        self.rank, self.ref = rank, ref
 
     def fetch(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         try:
-            return unpack(ray.get(self.rank.rows(self.key, [name], rows)))[name]
-        except RayActorError as error:
+            return ray.get(self.ref).fetch(name, rows)
+        except RayError as error:
             message = f"column {name!r} was lost with the process that held it"
             raise WorkerDied(message, "", "", self.rank.rank, self.rank.info.host, str(error)) from None
 
 
-class _Arguments:
-    """The arguments of one or more ranks: packed, stored and fetched once."""
-
-    def __init__(self, call: Call):
-        packed = PackedCall((call.args, call.kwargs))
-        self._refs = packed.refs
-        self._content = ray.put(packed.packed) if nbytes(packed.packed) > _MAX_INLINE_BYTES else packed.packed
-        self._sent: dict[int, ray.ObjectRef] = {}
-
-    def gather(self, to: _Rank) -> list[ray.ObjectRef | StoredRows]:
-        """Start sending the rows that a rank needs. Rows in its own ColumnStore stay there."""
-        return [self._rows(to, number, ref) for number, ref in enumerate(self._refs)]
-
-    def _rows(self, to: _Rank, number: int, ref: ColumnRef) -> ray.ObjectRef | StoredRows:
-        source: _RemoteSource = ref.source
-        if source.rank is to:
-            return StoredRows(source.key, ref.names, ref.rows)
-        if number not in self._sent:
-            self._sent[number] = source.rank.rows(source.key, ref.names, ref.rows)
-        return self._sent[number]
-
-    def run(self, on: _Rank, role: str, method: str, call: Call, rows: list) -> ray.ObjectRef:
-        return on.actor.run.remote(role, method, self._content, call.padding, call.collect, *rows)
+def _packed(call: Call) -> tuple[Packed | ray.ObjectRef, list[ray.ObjectRef]]:
+    """The arguments of one or more ranks, large ones in the object store, and the columns that they refer to."""
+    packed = PackedCall((call.args, call.kwargs))
+    content = ray.put(packed.packed) if nbytes(packed.packed) > _MAX_INLINE_BYTES else packed.packed
+    return content, [source.ref for source in packed.sources]
 
 
 @dataclass
 class _PendingCall:
-    """A call that has not finished. `calls` keeps the columns alive that the ranks still have to read."""
+    """A call that has not finished."""
 
     role: str
     method: str
     refs: dict[ray.ObjectRef, int]
-    calls: list[Call | None]
     watch: CallWatch
-    deadline: float
     replies: dict[int, Any] = field(default_factory=dict)
 
     def is_done(self) -> bool:
         refs = list(self.refs)  # a copy: the thread that waits for the call removes them one by one
         return not refs or not ray.wait(refs, num_returns=len(refs), timeout=0)[1]
-
-
-class Heartbeats:
-    """The time of the last response of each actor (Ray's handles, in rank order), which is asked for during a wait.
-
-    An actor that does not respond has no thread that can run Python code.
-    """
-
-    def __init__(self, actors: Sequence[Any]):
-        self._actors = actors
-        self._lock = threading.Lock()
-        self._requests: dict[int, tuple[ray.ObjectRef | None, float]] = {}  # rank -> heartbeat in flight, and its time
-        self._heard: set[int] = set()
-
-    def ask(self, now: float) -> None:
-        """Collect the heartbeats that have arrived, and ask for the next ones. Does not wait."""
-        with self._lock:
-            for rank, actor in enumerate(self._actors):
-                ref, asked_at = self._requests.get(rank, (None, now - _ASK_SECONDS))
-                if ref is not None and ray.wait([ref], timeout=0)[0]:
-                    self._heard.add(rank)
-                    ref = None
-                if ref is None and now - asked_at >= _ASK_SECONDS:
-                    ref, asked_at = actor.beat.options(concurrency_group="control").remote(), now
-                self._requests[rank] = ref, asked_at
-
-    def heard(self, rank: int) -> None:
-        with self._lock:
-            self._heard.add(rank)
-            self._requests.pop(rank, None)
-
-    def silence(self, rank: int) -> float | None:
-        """Seconds since an actor stopped responding; None if it never has responded, and was not asked."""
-        with self._lock:
-            ref, asked_at = self._requests.get(rank, (None, 0.0))
-            if ref is None:
-                return 0.0 if rank in self._heard else None
-            return time.monotonic() - asked_at
-
-    def status(self, node: str, pid: int) -> str | None:
-        """The state of a process, as in psutil, which a process of its node reads; None without a response."""
-        on_node = NodeAffinitySchedulingStrategy(node, soft=False)
-        task = ray.remote(process_status).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node)
-        with contextlib.suppress(RayError):
-            return ray.get(task.remote(pid), timeout=_STATUS_SECONDS)
-        return None
 
 
 class RayPool:
@@ -217,14 +144,13 @@ class RayPool:
             placement = reserve([resources], use_gpu=use_gpu, timeout=start_timeout)[resources]
         self._placement: PlacementGroup | None = placement
         self._ranks = _create_actors(resources, self._placement, use_gpu, env or {})
-        self._heartbeats = Heartbeats([rank.actor for rank in self._ranks])
         try:
             environments = _rank_environments(self._ranks, use_gpu, start_timeout)
             refs = {
                 r.actor.start.remote(dict(specs), rank_env, env, os.getcwd()): r.rank
                 for r, (rank_env, env) in zip(self._ranks, environments)
             }
-            self._wait(self._pending_call("+".join(specs), "__init__", refs, []), None)
+            self._wait(self._pending_call("+".join(specs), "__init__", refs), None)
         except BaseException:
             self.stop()
             raise
@@ -238,45 +164,34 @@ class RayPool:
             raise WorkerError(reason, role, method, self._fatal.rank) from self._fatal
         if role not in self.roles:
             raise WorkerError("not called, since the group was shut down", role, method, 0)
-        packed: dict[tuple[int, int], _Arguments] = {}
+        packed: dict[tuple[int, int], tuple[Any, list[ray.ObjectRef]]] = {}
         for call in calls:
             if call is not None and (id(call.args), id(call.kwargs)) not in packed:
-                packed[id(call.args), id(call.kwargs)] = _Arguments(call)
-        called = [(self._ranks[rank], call) for rank, call in enumerate(calls) if call is not None]
-        arguments = [packed[id(call.args), id(call.kwargs)] for _, call in called]
+                packed[id(call.args), id(call.kwargs)] = _packed(call)
         with self._lock:  # all ranks must get the calls of all threads in the same order, or their collectives mismatch
-            self._clean_up()
-            # All rows before all calls: a rank must not wait for rows behind a call that waits for its own rows.
-            rows = [args.gather(rank) for args, (rank, _) in zip(arguments, called)]
-            refs = {
-                args.run(rank, role, method, call, r): rank.rank
-                for args, (rank, call), r in zip(arguments, called, rows)
-            }
-            pending = self._pending_call(role, method, refs, calls)
-            self._pending.append(pending)
+            refs = {}
+            for rank, call in enumerate(calls):
+                if call is not None:
+                    content, columns = packed[id(call.args), id(call.kwargs)]
+                    run = self._ranks[rank].actor.run
+                    refs[run.remote(role, method, content, call.padding, call.collect, *columns)] = rank
+            pending = self._pending_call(role, method, refs)
+            self._pending = [*(p for p in self._pending if not p.is_done()), pending]
 
         def results(timeout: float | None) -> list:
             self._wait(pending, timeout)
             unpacked: list[Any] = [None] * len(calls)
-            for rank, packed in pending.replies.items():
-                unpacked[rank] = unpack_result(
-                    packed, functools.cache(functools.partial(_RemoteSource, self._ranks[rank]))
-                )
+            for rank, (result, columns) in pending.replies.items():
+                unpacked[rank] = unpack_result(result, columns and _RemoteSource(self._ranks[rank], columns))
+            pending.replies.clear()  # only the columns of the batch keep the objects
             return unpacked
 
         return Future(results)
 
-    def _pending_call(self, role: str, method: str, refs: dict[ray.ObjectRef, int], calls: list) -> _PendingCall:
+    def _pending_call(self, role: str, method: str, refs: dict[ray.ObjectRef, int]) -> _PendingCall:
         watch = CallWatch(self.durations, role, method, running_operator())
-        return _PendingCall(role, method, refs, calls, watch, time.monotonic() + watch.limit.seconds)
-
-    def _clean_up(self) -> None:
-        """Discard finished calls, and drop the columns that are no longer referred to."""
-        self._pending = [p for p in self._pending if not p.is_done()]
-        for rank in self._ranks:
-            keys = [rank.dropped.popleft() for _ in range(len(rank.dropped))]
-            if keys:
-                rank.actor.drop.options(concurrency_group="data").remote(keys)
+        watch.elapsed.tick(time.monotonic())
+        return _PendingCall(role, method, refs, watch)
 
     # ---- replies and failures -------------------------------------------------------------------------------------
 
@@ -285,44 +200,23 @@ class RayPool:
         WorkerError: a rank failed or died, or the call exceeded its limit; all processes are killed."""
         until = math.inf if timeout is None else time.monotonic() + timeout
         while pending.refs:
-            ref = self._next_reply(pending, until)
-            if ref is not None:
-                failure = self._read_reply(pending, ref)
+            now, watch = time.monotonic(), pending.watch
+            wait = min(until - now, watch.limit.seconds - watch.elapsed.seconds, _WAIT_SECONDS)
+            ready, _ = ray.wait(list(pending.refs), timeout=max(wait, 0))
+            is_late = watch.elapsed.tick(time.monotonic()) >= watch.limit.seconds
+            if ready:
+                failure = self._read_reply(pending, ready[0])
             elif time.monotonic() >= until:
                 raise TimeoutError(f"{pending.role}.{pending.method}() has not finished after {timeout} s")
             else:
-                failure = self._check_limits(pending, time.monotonic())
+                failure = self._check_limit(pending) if is_late else None
             if failure is not None:
                 raise self._stop_after(pending, failure)
 
-    def _next_reply(self, pending: _PendingCall, until: float) -> ray.ObjectRef | None:
-        """Wait a moment for a reply. While this process is suspended, the deadline of the call is suspended too."""
-        start = time.monotonic()
-        remaining = min(until, pending.deadline, start + _WAIT_SECONDS) - start
-        ready, _ = ray.wait(list(pending.refs), timeout=max(remaining, 0))
-        pending.deadline += max(0.0, time.monotonic() - start - 5 * _WAIT_SECONDS)
-        return ready[0] if ready else None
-
-    def _check_limits(self, pending: _PendingCall, now: float) -> Failure | None:
-        """The failure of a call that waits for a stopped rank or has exceeded its limit; None if it may continue."""
-        if self._is_stopped(pending, now):
-            return self._timeout(pending, f"{pending.watch.elapsed.seconds:.0f} s")
-        return self._check_deadline(pending) if now >= pending.deadline else None
-
-    def _is_stopped(self, pending: _PendingCall, now: float) -> bool:
-        """Ask for heartbeats. Returns whether a rank that has not replied has been stopped for too long."""
-        pending.watch.elapsed.tick(now)
-        self._heartbeats.ask(now)
-        if not pending.watch.is_due:
-            return False
-        late = sorted(set(pending.refs.values()))
-        silent = [rank for rank in late if (self._heartbeats.silence(rank) or 0.0) >= SILENT_SECONDS]
-        return bool(silent) and pending.watch.look([self._state(self._ranks[rank]) for rank in silent])
-
-    def _state(self, rank: _Rank, busy: bool = True, responds: bool = False) -> RankState:
+    def _state(self, rank: _Rank, busy: bool, responds: bool) -> RankState:
         info = rank.info
-        status = "running" if responds else self._heartbeats.status(info.node_id, info.pid)
-        return RankState(rank.rank, info.pid, info.host_name, status, self._heartbeats.silence(rank.rank), busy)
+        status = "running" if responds else _status(info.node_id, info.pid)
+        return RankState(rank.rank, info.pid, info.host_name, status, busy)
 
     def _read_reply(self, pending: _PendingCall, ref: ray.ObjectRef) -> Failure | None:
         """Read one reply; the failure that it reports, if any."""
@@ -351,13 +245,13 @@ class RayPool:
             return NodeLost(f"its node {dead.info.host} is lost", *details)
         return WorkerDied("its process died", *details)
 
-    def _check_deadline(self, pending: _PendingCall) -> Failure | None:
-        """After the deadline: a timeout, or a later deadline if the ranks were still running earlier calls."""
+    def _check_limit(self, pending: _PendingCall) -> Failure | None:
+        """After the limit: a timeout, unless the ranks have been running earlier calls until now."""
         running = [seconds for rank, (seconds, _) in self._progress().items() if rank in pending.refs.values()]
         running = [seconds for seconds in running if seconds is not None]
         limit = pending.watch.limit.seconds
         if running and max(running) < limit:
-            pending.deadline = time.monotonic() + limit - max(running)
+            pending.watch.elapsed.seconds = max(running)
             return None
         return self._timeout(pending, f"{limit:g} s")
 
@@ -369,7 +263,6 @@ class RayPool:
         for rank, report in enumerate(reports):
             try:
                 progress[rank] = ray.get(report, timeout=0)
-                self._heartbeats.heard(rank)
             except (GetTimeoutError, RayError):
                 progress[rank] = math.inf, None
         return progress
@@ -390,21 +283,9 @@ class RayPool:
             failures += [f for f in (self._read_reply(pending, ref) for ref in ready) if f is not None]
         with self._lock:
             if self._fatal is None:
-                self._fatal = self._caused_by_stopped(pending, first_error(failures))
+                self._fatal = first_error(failures)
                 self._kill()
             return self._fatal
-
-    def _caused_by_stopped(self, pending: _PendingCall, error: WorkerError) -> WorkerError:
-        """The error of a rank that is stopped, if there is one: it causes errors in the collectives of others."""
-        if isinstance(error, WorkerDied | WorkerTimeout):
-            return error
-        progress = self._progress()
-        silent = [rank for rank in self._ranks if progress[rank.rank][1] is None]
-        if not any(self._state(rank).is_stopped for rank in silent):
-            return error
-        cause = self._timeout(pending, "0 s")[2]
-        cause.add_note(f"rank {error.rank} raised {error.message.splitlines()[0]}")
-        return cause
 
     # ---- shutdown -------------------------------------------------------------------------------------------------
 
@@ -431,11 +312,20 @@ class RayPool:
             ray.kill(rank.actor)
 
 
+def _status(node: str, pid: int) -> str | None:
+    """The state of a process, as in psutil, which a process of its node reads; None without a response."""
+    on_node = NodeAffinitySchedulingStrategy(node, soft=False)
+    task = ray.remote(process_status).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node)
+    with contextlib.suppress(RayError):
+        return ray.get(task.remote(pid), timeout=_STATUS_SECONDS)
+    return None
+
+
 def _create_actors(
     resources: ResourcePool, group: PlacementGroup, use_gpu: bool, env: Mapping[str, str]
 ) -> list[_Rank]:
     """The actors in rank order, node by node."""
-    actor_class = ray.remote(concurrency_groups={"data": 1, "control": 1})(RankActor)
+    actor_class = ray.remote(concurrency_groups={"control": 1})(RankActor)
     # Otherwise Ray shows each process one GPU only, and LOCAL_RANK would not be its index.
     env = {**env, **({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if use_gpu else {})}
     ranks = []
@@ -467,3 +357,70 @@ def _rank_environments(ranks: list[_Rank], use_gpu: bool, timeout: float) -> lis
         gpus = ",".join(str(gpu) for node_info in infos if node_info.node_id == info.node_id for gpu in node_info.gpus)
         environments.append((rank_env, {**rank_env.env, "CUDA_VISIBLE_DEVICES": gpus} if use_gpu else rank_env.env))
     return environments
+
+
+# ---- placement groups -----------------------------------------------------------------------------------------------
+
+
+def reserve(
+    pools: Iterable[ResourcePool], *, use_gpu: bool = False, timeout: float = START_TIMEOUT, advice: str = ""
+) -> dict[ResourcePool, PlacementGroup]:
+    """Create a placement group for each pool, with one bundle per node, all on different nodes.
+
+    Args:
+        use_gpu: Request one GPU per process in addition to one CPU.
+        timeout: Limit for all of them, seconds.
+        advice: Shown in the error if the cluster is too small.
+
+    Raises:
+        ValueError: Ray is not initialized, or the resources were not available in time. Nothing stays reserved.
+    """
+    if not ray.is_initialized():
+        raise ValueError("Ray is not initialized in this process: call ray.init() before you create worker groups")
+    deadline = time.monotonic() + timeout
+    groups: dict[ResourcePool, PlacementGroup] = {}
+    try:
+        for pool in pools:
+            bundles = [{"CPU": n, **({"GPU": n} if use_gpu else {})} for n in pool.processes_per_node]
+            groups[pool] = placement_group(bundles, strategy="STRICT_SPREAD", name=f"verl-{pool.name}")
+            _wait_for(groups[pool], _describe(bundles), pool.name, deadline, advice)
+    except BaseException:
+        for group in groups.values():
+            remove_placement_group(group)
+        raise
+    return groups
+
+
+def _wait_for(group: PlacementGroup, required: str, name: str, deadline: float, advice: str) -> None:
+    """Wait for one placement group. Logs what is missing, once and whenever the cluster changes."""
+    start, logged = time.monotonic(), ""
+    while not group.wait(_RESERVE_SECONDS):
+        available = _describe(_cpus_and_gpus(node["Resources"]) for node in ray.nodes() if node["Alive"])
+        free = _format_counts(_cpus_and_gpus(ray.available_resources()))
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"resource pool {name!r} requires {required}, which the cluster did not provide within "
+                f"{time.monotonic() - start:.0f} s; it has {available}, of which {free} are free. "
+                f"{advice or 'Start more nodes, or lower trainer.nnodes or trainer.n_gpus_per_node'}"
+            )
+        if available != logged and time.monotonic() > start + _QUIET_SECONDS:
+            logged = available
+            logger.warning("waiting for %s; the cluster has %s, of which %s are free", required, available, free)
+
+
+def _cpus_and_gpus(resources: Mapping[str, float]) -> dict[str, float]:
+    return {name: resources.get(name, 0.0) for name in ("CPU", "GPU") if name == "CPU" or name in resources}
+
+
+def _format_counts(counts: Mapping[str, float]) -> str:
+    return " and ".join(f"{count:g} {name}" for name, count in counts.items())
+
+
+def _describe(nodes: Iterable[Mapping[str, float]]) -> str:
+    """Count equal nodes: `2 nodes with 1 CPU and 1 GPU, 1 node with 4 CPU`."""
+    descriptions = [_format_counts(node) for node in nodes]
+    counts = [
+        f"{descriptions.count(text)} node{'s' * (descriptions.count(text) > 1)} with {text}"
+        for text in dict.fromkeys(descriptions)
+    ]
+    return ", ".join(counts) or "no nodes"

@@ -1,4 +1,4 @@
-"""RankActor: the Ray actor of one rank, with its workers and the columns that they produced."""
+"""RankActor: the Ray actor of one rank, with its workers."""
 
 import faulthandler
 import os
@@ -9,25 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import ray
-import torch
 
 from verl.single_controller.dispatch import Call
-from verl.single_controller.remote_batch import ColumnStore, Packed, load_call, pack, unpack
+from verl.single_controller.remote_batch import Columns, Packed, load_call, pack_result
 from verl.single_controller.worker import RankEnv, Worker, WorkerSpec, free_port
 from verl.single_controller.worker_group import WorkerError
 from verl.utils.log import setup_worker_logging
 
-Reply = tuple[bool, Packed | WorkerError | None, float, float]
-"""(True, packed result, time, duration in seconds) or (False, error, time, duration)."""
-
-
-@dataclass(frozen=True)
-class StoredRows:
-    """Rows that the called rank reads from its own ColumnStore instead of receiving them."""
-
-    key: int
-    names: list[str]
-    rows: torch.Tensor
+Reply = tuple[bool, tuple[Packed, ray.ObjectRef | None] | WorkerError | None, float, float]
+"""(True, (packed result, its `Columns`), time, duration in seconds) or (False, error, time, duration)."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +42,14 @@ class ActorInfo:
 
 
 class RankActor:
-    """One rank: its workers, one per role, and the large columns of their results.
+    """One rank: its workers, one per role.
 
-    Ray runs three groups of methods concurrently, one thread each: the calls of workers, reading rows ("data"), and
-    reporting what the first thread is doing ("control").
+    Ray runs two groups of methods concurrently, one thread each: the calls of workers, and reporting what the first
+    thread is doing ("control").
     """
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
-        self._store = ColumnStore()
         self._rank = 0
         self._running_since: float | None = None
 
@@ -89,19 +78,14 @@ class RankActor:
             return self._failed(error, role, "__init__", since)
         return True, None, time.time(), time.monotonic() - since
 
-    def run(
-        self, role: str, method: str, packed: Packed, padding: int, collect: bool, *rows: Packed | StoredRows
-    ) -> Reply:
-        """Run one call. rows: for each ColumnRef of the call, its rows."""
+    def run(self, role: str, method: str, packed: Packed, padding: int, collect: bool, *columns: Columns) -> Reply:
+        """Run one call. columns: those of the sources that its arguments refer to."""
         since = self._running_since = time.monotonic()
         try:
-            columns = [
-                self._store.read(r.key, r.names, r.rows) if isinstance(r, StoredRows) else unpack(r) for r in rows
-            ]
             args, kwargs = load_call(packed, columns)
             result = getattr(self._workers[role], method)(*args, **kwargs)
-            finished = Call(args, kwargs, padding, collect).finish(result)
-            return True, self._store.pack_result(finished), time.time(), time.monotonic() - since
+            result, large = pack_result(Call(args, kwargs, padding, collect).finish(result))
+            return True, (result, large and ray.put(large)), time.time(), time.monotonic() - since
         except BaseException as error:  # including SystemExit: a worker that calls sys.exit() is reported
             return self._failed(error, role, method, since)
         finally:
@@ -109,15 +93,6 @@ class RankActor:
 
     def _failed(self, error: BaseException, role: str, method: str, since: float) -> Reply:
         return False, WorkerError.from_exception(error, role, method, self._rank), time.time(), time.monotonic() - since
-
-    def pack_rows(self, key: int, names: list[str], rows: torch.Tensor) -> Packed:
-        return pack(self._store.read(key, names, rows))
-
-    def drop(self, keys: list[int]) -> None:
-        self._store.drop(keys)
-
-    def beat(self) -> None:
-        """A heartbeat: returns if Python code can run in this process."""
 
     def progress(self) -> tuple[float | None, str]:
         """Seconds since the running call started, None if there is none; and the stacks of all threads."""

@@ -1,7 +1,6 @@
 """Checks of the models of a run before they are built, of their limits, and of the devices that compute them."""
 
 import logging
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 from verl.config import schema
 from verl.config.checks.run import ModelRole, model_roles
 from verl.config.fields import Schema
+from verl.config.inputs import check_model_path
 from verl.data.tokenization import load_tokenizer
 from verl.engines import loading
 from verl.engines.base import check_device
@@ -24,7 +24,6 @@ from verl.rollout.traits import engine_traits
 from verl.trainer.checks.preflight import Run
 from verl.trainer.startup.roles import pools_of, roles_of
 from verl.utils.device import resolve_device
-from verl.utils.paths import expanded
 
 logger = logging.getLogger("verl.trainer")
 
@@ -120,8 +119,8 @@ def check_layers(model: schema.ModelConfig, kind: str, engine: object, determini
 
 def readable_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool = False) -> Any:
     """`read_config`, with a ValueError also for sizes that no model has, and for what else transformers refuses."""
-    if path:
-        _check_folder(path)
+    for problem in check_model_path("model", path):
+        raise ValueError(problem.message)
     try:
         config = read_config(path, overrides, trust_remote_code)
     except (ValueError, ImportError):
@@ -147,14 +146,6 @@ def _check_sizes(path: str, config: Any) -> None:
             f"the config of {path!r} has num_attention_heads={heads} and num_key_value_heads={key_heads}: expected a "
             "multiple"
         )
-
-
-def _check_folder(path: str) -> None:
-    folder = expanded(path)  # os.path: methods of Path raise OSError for a name that is too long
-    if os.path.isdir(folder) and not os.path.isfile(folder / "config.json"):
-        raise ValueError(f"{path!r} has no config.json: expected the folder of a Hugging Face model")
-    if (Path(path).is_absolute() or path.startswith((".", "~"))) and not os.path.exists(folder):
-        raise ValueError(f"there is no folder {path!r}")
 
 
 # ---- limits of a model -----------------------------------------------------------------------------------------------

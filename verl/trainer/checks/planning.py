@@ -11,24 +11,22 @@ import torch
 
 from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import required_columns
-from verl.checkpoints.store import CheckpointStore
 from verl.config import schema
-from verl.config.fields import to_flat_dict
 from verl.config.load import with_overrides
 from verl.engines.token_budget import MAX_AUTO_TOKENS
 from verl.engines.traits import built_in_strategies, strategy_traits
 from verl.modeling.vision import is_vision_config, language_model_of, tower_of, tower_sizes
+from verl.planner.devices import Device
 from verl.planner.host import host_profile
 from verl.planner.placement import Plan, plan_groups
-from verl.planner.search import MEGATRON_SECTION, Change, first_that_fits, smallest_change
-from verl.planner.shapes import ModelShape, VisionShape
+from verl.planner.search import MEGATRON_SECTION, Change, first_that_fits, preferred, smallest_change
+from verl.planner.shapes import ModelShape, VisionShape, built_in
 from verl.planner.workload import Job, Layout, Role
 from verl.rollout.loading import auto_class
 from verl.rollout.traits import engine_traits
 from verl.trainer.checks.models import readable_config
 from verl.trainer.checks.preflight import Run
 from verl.trainer.startup.roles import roles_of
-from verl.trainer.state.saved_state import load_state
 from verl.utils.device import resolve_device
 
 if TYPE_CHECKING:
@@ -38,12 +36,12 @@ logger = logging.getLogger("verl.trainer")
 
 #: a run is refused if its estimate exceeds the memory by more than the error of the model
 REFUSED_FROM = 1.1
-#: settings that a placement has beside the section `placement`
-_PLACED = ("trainer.overlap", "actor_rollout_ref.rollout.tensor_model_parallel_size")
-_MEGATRON_SIZES = ("megatron.tensor_model_parallel_size", "megatron.pipeline_model_parallel_size")
 
 
 def shape_of(path: str, model: schema.ModelConfig | None = None, trust_remote_code: bool = False) -> ModelShape:
+    """The shape of a model, of which only the config is read, or of a built-in size, such as 7B."""
+    if path and not Path(path).is_dir() and "/" not in path:
+        return built_in(path)
     overrides = model.override_config if model is not None else {}
     trust = model.trust_remote_code if model is not None else trust_remote_code
     return shape_of_config(readable_config(path, overrides, trust), path)
@@ -85,13 +83,17 @@ def shapes_of(config: schema.Config, names: Sequence[str]) -> dict[str, ModelSha
     return shapes
 
 
-def estimate(config: schema.Config, names: Sequence[str]) -> Plan:
-    """Memory and time of a configuration on the device of this host. names: its roles with separate workers.
+def estimate(config: schema.Config, names: Sequence[str], device: Device | None = None) -> Plan:
+    """Memory and time of a configuration.
+
+    Args:
+        names: its roles with separate workers.
+        device: None: that of this host.
 
     Raises:
         ValueError: a model or an engine that the planner does not model.
     """
-    device = host_profile(resolve_device(config.trainer.device))
+    device = device or host_profile(resolve_device(config.trainer.device))
     job = job_of(config, shapes_of(config, names), names, device.kind == "cuda")
     groups = [(roles, len(numbers)) for roles, numbers in _placed(config, names)]
     concurrent = config.trainer.overlap or len(groups) == 1
@@ -103,22 +105,22 @@ def _placed(config: schema.Config, names: Sequence[str]) -> list[tuple[tuple[str
     return groups_of(config.placement.model_dump(exclude={"auto"}), names, _devices(config))
 
 
-def describe_estimate(config: schema.Config, names: Sequence[str]) -> str:
-    """The lines that `verl plan` adds to the plan of a run."""
+def describe_estimate(config: schema.Config, names: Sequence[str], device: Device | None = None) -> str:
+    """The lines that `verl plan` adds to the plan of a run. Arguments as of `estimate`."""
     from verl.planner import report
 
     try:
-        plan = estimate(config, names)
+        plan = estimate(config, names, device)
     except ValueError as error:
         return f"no estimate of memory and time: {error}"
     lines = [*report.memory_lines(plan), *report.time_lines(plan)]
     if not plan.fits:
         lines.append(report.describe_change(smallest_change(plan)))
     if plan.devices > 1:
-        total, search = _devices(config), _search(config, plan)
+        total = _devices(config)
         configured = replace(plan, placed=[numbers for _, numbers in _placed(config, names)])
-        plans = search.plans(total, len(search.partitions()))
-        lines += ["", *report.choice_lines(plans, total, configured)]
+        plans = _search(config, plan).plans(total)
+        lines += ["", *report.choice_lines(preferred(plans) if plans else None, total, configured)]
     return "\n".join(lines)
 
 
@@ -167,8 +169,7 @@ def _search(config: schema.Config, plan: Plan) -> "Search":
         now = job.role("actor").layout
         free = () if policy.actor.megatron.virtual_pipeline_model_parallel_size else MEGATRON_SIZES
         models = tuple(dict.fromkeys(((now.tensor, now.pipeline), *free)))
-    # a rollout with separate devices idles during training, unless training is asynchronous
-    return Search(job, plan.device, job.overlaps, sizes, models, expert_sizes=None, same_sizes=True)
+    return Search(job, plan.device, sizes, models, same_sizes=True)
 
 
 def _nothing_fits(config: schema.Config, plan: Plan) -> str:
@@ -190,34 +191,11 @@ def _nothing_fits(config: schema.Config, plan: Plan) -> str:
     separate = f" with a rollout on separate devices, which trainer.async.max_staleness={k} needs," if k else ""
     change_text = describe_change(first_that_fits(plan.job, plan.device, plan_of))
     change_text += "; or use trainer.async.max_staleness=0" if k else ""
-    return f"no placement on {total} devices{separate} fits; {change_text}"
+    return f"no placement on {total} device{'s' * (total > 1)}{separate} fits; {change_text}"
 
 
-def _resumed_placement(config: schema.Config) -> dict[str, Any] | None:
-    """The settings of the placement of the checkpoint that a run resumes from, on as many devices; None: choose one."""
-    trainer, folder = config.trainer, None
-    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is not None:
-        folder = Path(trainer.resume_from_path)
-    elif trainer.resume_mode == "auto":
-        folder = CheckpointStore(trainer.default_local_dir).newest()
-    if folder is None or not (folder / "trainer.json").is_file():
-        return None
-    saved = load_state(folder, "trainer")["config"]
-    then = saved["trainer.nnodes"] * saved["trainer.n_gpus_per_node"]
-    if then != _devices(config):
-        logger.warning("placement=auto: %s is of %d devices, so the placement is chosen again", folder, then)
-        return None
-    known, kept = to_flat_dict(config), {"placement.auto": False}
-    for key in saved.keys() & known.keys():
-        if key.startswith("placement.") or key in _PLACED or key.endswith(_MEGATRON_SIZES):
-            kept |= {key: saved[key]} if saved[key] != known[key] and key != "placement.auto" else {}
-    overrides = " ".join(f"{key}={value}" for key, value in sorted(kept.items())).replace(", ", ",")
-    logger.info("placement=auto: as in %s, from which the run resumes; sets %s", folder, overrides)
-    return kept
-
-
-def apply_auto_placement(config: schema.Config) -> schema.Config:
-    """The configuration of `placement: auto` with the devices of the best plan, or of the run that it resumes.
+def apply_auto_placement(config: schema.Config, device: Device | None = None) -> schema.Config:
+    """The configuration of `placement: auto` with the devices of the best plan. device: as in `estimate`.
 
     Of plans within 5 % of the best, the simplest is chosen. The choice is logged.
 
@@ -225,16 +203,13 @@ def apply_auto_placement(config: schema.Config) -> schema.Config:
         ValueError: devices are set too, a model is not modelled, or nothing fits (in asynchronous training, with a
             rollout on separate devices).
     """
-    from verl.planner import report
-    from verl.planner.search import preferred
+    from verl.planner.report import format_placement
 
     set_keys = [key for key, value in config.placement.model_dump(exclude={"auto"}).items() if value is not None]
     if set_keys:
         raise ValueError(f"placement.auto chooses the devices, but placement.{set_keys[0]} is set: remove one of them")
-    if (kept := _resumed_placement(config)) is not None:
-        return with_overrides(config, kept)
     try:
-        plan = estimate(config, roles_of(config))
+        plan = estimate(config, roles_of(config), device)
     except ValueError as error:
         raise ValueError(f"placement=auto is not possible: {error}; set placement.*_devices, or remove it") from error
     plans = _search(config, plan).plans(_devices(config))
@@ -242,15 +217,13 @@ def apply_auto_placement(config: schema.Config) -> schema.Config:
         raise ValueError(f"placement=auto: {_nothing_fits(config, plan)}")
     best = preferred(plans)
     overrides = overrides_of(best, _devices(config))
-    reason = report.reason(plans) if len(plans) > 1 else "no other placement fits"
-    if best.devices < _devices(config):
-        reason += f"; more of the {_devices(config)} devices gain less than 5 %, or do not divide the batch"
+    fewer = f"; more of the {_devices(config)} devices gain less than 5 %, or do not divide the batch"
     logger.info(
-        "placement=auto: %s, about %.3g s per step (%s; rates: %s); sets %s",
-        report.format_placement(best),
+        "placement=auto: %s, about %.3g s per step (rates: %s%s); sets %s",
+        format_placement(best),
         best.seconds,
-        reason,
         best.device.source,
+        fewer if best.devices < _devices(config) else "",
         " ".join(f"{key}={value}" for key, value in overrides.items()).replace(", ", ","),
     )
     return with_overrides(config, overrides)

@@ -1,7 +1,6 @@
 """Output of a run: the display, the trackers, and the record for `verl runs` and `verl report`."""
 
 import importlib.util
-import json
 import logging
 import shlex
 import time
@@ -12,10 +11,6 @@ from typing import Any
 
 from verl.checkpoints.atomic import set_aside_irregular
 from verl.config import differences, schema, to_flat_dict
-from verl.config.schema.offline import GenerationConfig
-from verl.data.dataset import TokenizedDataset
-from verl.data.mixture import datasets_of
-from verl.data.rlhf_dataset import RLHFDataset
 from verl.protocol import DataProto
 from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import read_metrics, save_curves
@@ -72,9 +67,7 @@ def _results(view: RunView, folder: Path, has_file: bool) -> list[str]:
     model = None if saved is None else saved / "actor" / "huggingface"
     if model is not None and any(model.glob("*.safetensors")):
         lines.append(f"model:   {_short_path(model)}")
-        responses, run = view.folder / f"responses_{saved.name}.parquet", view.run
-        dataset = run.inputs.train_dataset if run.inputs.val_dataset is None else run.inputs.val_dataset
-        commands += offline_commands(run.config, model, responses, run.reward is not None, dataset)
+        commands += serve_command(view.config, model)
     elif saved is not None:
         lines.append(f"checkpoint: {_short_path(saved)}")
         commands.append(f"verl merge --local_dir {_typed(saved / 'actor')} --target_dir {_typed(saved / 'merged')}")
@@ -106,95 +99,14 @@ def next_lines(commands: Sequence[str]) -> list[str]:
     return [f"{'' if i else 'next:':9}{command}" for i, command in enumerate(commands)]
 
 
-def offline_commands(
-    config: Any, model: Path, responses: Path, reward_given: bool = False, dataset: Any = None
-) -> list[str]:
-    """`verl generate` and `verl eval` with the data, chat template and reward function of a run, sampling as at
-    validation. After SFT without validation data, `verl serve`: responses to the training data say little.
-
-    Args:
-        config: the configuration of an RL or SFT run.
-        model: folder of the trained model.
-        responses: file for the responses.
-        reward_given: the reward was given as an object in Python, which no command can name.
-        dataset: of the validation, otherwise of the training; it knows columns that were detected.
-
-    Returns:
-        The commands that can be given completely, at most two.
-    """
-    data, is_rl = config.data, isinstance(config, schema.Config)
-    files = data.val_files or data.train_files
-    if not is_rl and not data.val_files:
-        return _serving(config, model)
-    columns = _columns(data, dataset)
-    # SFT: a column of chats contains the responses, so only a column of prompts is suitable
-    if not files or not (is_rl or (columns["prompt_key"] and not data.prompt_dict_keys)):
+def serve_command(config: Any, model: Path) -> list[str]:
+    """`verl serve` for the trained model of a run; none if its chat template is a text, which has no option."""
+    section = config.actor_rollout_ref.model if isinstance(config, schema.Config) else config.model
+    if section.custom_chat_template is not None:
         return []
-    section = config.actor_rollout_ref.model if is_rl else config.model
-    generation = _as_at_validation(config) if is_rl else {}
-    data_keys = ("prompt_format", "apply_chat_template_kwargs", *schema.MediaSection.model_fields)
-    settings = {"data.prompt_key": columns["prompt_key"]} | {f"data.{name}": data[name] for name in data_keys}
-    model_keys = ("tokenizer_path", "trust_remote_code", "custom_chat_template")
-    settings |= {f"model.{name}": section[name] for name in model_keys}
-    settings |= {f"rollout.{name}": value for name, value in generation.items()} | {"imports": list(config.imports)}
-    defaults = to_flat_dict(GenerationConfig())
-    changed = {key: value for key, value in settings.items() if value != defaults[key]}
-    path = {"model.path": _short_path(model), "data.path": _file(files[0]), "data.output_path": _short_path(responses)}
-    commands = [_command("verl generate", path | changed)]
-    # `verl eval` has no key for another column of ground truths
-    has_truth = is_rl and columns["ground_truth_key"] == "answer"
-    if has_truth and not reward_given and (scoring := _scoring(config)) is not None:
-        same = {key: value for key, value in changed.items() if key in ("data.prompt_key", "imports")}
-        commands.append(_command("verl eval", {"data.path": _short_path(responses)} | same | scoring))
-    return commands
-
-
-def _serving(config: schema.SFTConfig, model: Path) -> list[str]:
-    """`verl serve` for a model; none if its chat template is a text, for which there is no option."""
-    if config.model.custom_chat_template is not None:
-        return []
-    flags = ["--trust-remote-code"] if config.model.trust_remote_code else []
+    flags = ["--trust-remote-code"] if section.trust_remote_code else []
     flags += [word for name in config.imports for word in ("--imports", _file(name))]
     return [shlex.join(["verl", "serve", str(_short_path(model)), *flags])]
-
-
-def _columns(data: Any, dataset: Any) -> dict[str, str | None]:
-    """The columns that a run has read, set or detected: prompt_key; in RL also ground_truth_key."""
-    dataset = datasets_of(dataset)[0]  # the commands read the first file
-    if isinstance(dataset, TokenizedDataset) and not isinstance(dataset, RLHFDataset):  # an SFTDataset
-        return {"prompt_key": dataset.prompt_column}
-    section = dataset.config if isinstance(dataset, RLHFDataset) else data
-    return {name: section[name] for name in ("prompt_key", "ground_truth_key") if name in type(section).model_fields}
-
-
-def _as_at_validation(config: Any) -> dict[str, Any]:
-    """Keys of `rollout` of `verl generate` with which it generates as validation does."""
-    data, val = config.data, config.actor_rollout_ref.rollout.val_kwargs
-    sampling = {name: val[name] for name in ("temperature", "top_k", "top_p")} if val.do_sample else {"temperature": 0}
-    return {"prompt_length": data.max_prompt_length, "response_length": data.max_response_length} | sampling
-
-
-def _scoring(config: Any) -> dict[str, Any] | None:
-    """Keys of `verl eval` for the reward function of a run; None if it cannot evaluate with it."""
-    reward = config.reward
-    if reward.reward_model.enable or reward.reward_manager.source != "register":
-        return None
-    if reward.reward_function:
-        return {"reward.reward_function": reward.reward_function}
-    section, keys = "reward.custom_reward_function", {}
-    if config.data.reward_fn_key != "data_source":
-        keys["data.data_source_key"] = config.data.reward_fn_key
-    function = reward.custom_reward_function
-    if function.path:
-        keys |= {f"{section}.path": _file(function.path), f"{section}.name": function.name}
-        keys |= {f"{section}.reward_kwargs": function.reward_kwargs} if function.reward_kwargs else {}
-    return keys
-
-
-def _command(name: str, settings: Mapping[str, Any]) -> str:
-    """A command line that a shell reads."""
-    texts = {key: str(v) if isinstance(v, str | Path) else json.dumps(v) for key, v in settings.items()}
-    return " ".join([name, *(shlex.quote(f"{key}={text}") for key, text in texts.items())])
 
 
 def _file(name: str) -> str:
