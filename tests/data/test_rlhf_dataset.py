@@ -56,6 +56,15 @@ def test_columns_of_a_chat_file_travel_along(write, chat_tokenizer):
     assert item["extra_info"] == {"ability": "math", "level": 3} | info
 
 
+def test_extro_info_is_read_as_extra_info(write, char_tokenizer, caplog):
+    item = RLHFDataset(write("a.jsonl", [row("abc=", extro_info={"k": 1})]), char_tokenizer)[0]
+    assert item["extra_info"] == {"k": 1} and "extro_info" not in item
+    assert "the column 'extro_info' is read as 'extra_info'" in caplog.text
+    item = RLHFDataset(write("b.jsonl", [row("abc=", extro_info={"k": 1}, extra_info={"k": 2})]), char_tokenizer)[0]
+    assert item["extra_info"] == {"k": 2} and "extro_info" not in item
+    assert "the column 'extro_info' is ignored" in caplog.text
+
+
 def test_a_plain_prompt_stays_text_without_a_template(write, char_tokenizer):
     item = RLHFDataset(write("a.parquet", [row("abc=")]), char_tokenizer)[0]
     assert item["raw_prompt"] == "abc="

@@ -14,6 +14,7 @@ logger = logging.getLogger("verl.data")
 
 NO_TRUTH = {"style": "none", "ground_truth": None}
 """The `reward_model` of a row without ground truth."""
+EXTRA_INFO = ("extra_info", "extro_info")
 _DEFAULTS = schema.DataConfig()
 #: settings that name a column -> what it is for; the rows need those that are not the default, and the prompt
 _PURPOSES = {
@@ -53,13 +54,22 @@ def reward_columns(rows: Rows, config: schema.DataConfig, media: Sequence[str] =
 
     media: columns with images and videos, which are read.
     """
-    read = {*media, config.prompt_key, "data_source", "reward_model", "extra_info"}
+    read = {*media, config.prompt_key, "data_source", "reward_model", *EXTRA_INFO}
     return [name for name in rows.columns if name not in read]
 
 
-def reward_info(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def extra_info_column(rows: Rows) -> str:
+    """The column with the `extra_info` of a row, which may be misspelled."""
+    name, misspelled = EXTRA_INFO
+    if misspelled in rows.columns:
+        use = "ignored" if name in rows.columns else f"read as {name!r}"
+        logger.warning("%s: the column %r is %s", rows.names, misspelled, use)
+    return misspelled if misspelled in rows.columns and name not in rows.columns else name
+
+
+def reward_info(row: Mapping[str, Any], names: Sequence[str], extra_info: str = "extra_info") -> dict[str, Any]:
     """The columns `names` of a row, and its extra_info."""
-    return {name: row[name] for name in names} | dict(row.get("extra_info") or {})
+    return {name: row[name] for name in names} | dict(row.get(extra_info) or {})
 
 
 def data_source(row: Mapping[str, Any], rows: Rows, index: int, key: str) -> str:

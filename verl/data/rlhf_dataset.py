@@ -20,6 +20,7 @@ from verl.data.bad_rows import check_values
 from verl.data.columns import (
     NO_TRUTH,
     data_source,
+    extra_info_column,
     find_columns,
     other_columns,
     reward_columns,
@@ -140,6 +141,7 @@ class RLHFDataset(PromptDataset):
         rows = dataframe if isinstance(dataframe, Rows) else Rows([RowTable(dataframe)])
         self.config = find_columns(rows, self.config)
         self.prompt_key = self.config.prompt_key
+        self._extra_info = extra_info_column(rows)
         self._reward_columns = reward_columns(rows, self.config, media_columns(self.config) if self.media else ())
         self._other_columns = other_columns(rows, self._reward_columns)
         if self.streaming:
@@ -217,7 +219,7 @@ class RLHFDataset(PromptDataset):
             "data_source": data_source(row, self.dataframe, item, self.config.reward_fn_key),
             "ability": row.get("ability") or "",
             "reward_model": reward_model(row, location, self.config.ground_truth_key),
-            "extra_info": reward_info(row, self._reward_columns),
+            "extra_info": reward_info(row, self._reward_columns, self._extra_info),
             "index": self.dataframe.number(item),
             "raw_prompt": prompt.messages if isinstance(prompt, MediaPrompt) else prompt,
         }
@@ -265,8 +267,8 @@ class RLHFDataset(PromptDataset):
         refuse_media(row, self._refused, location)
         reward_model(row, location, self.config.ground_truth_key)
         data_source(row, rows, index, self.config.reward_fn_key)
-        if not isinstance(extra := row.get("extra_info") or {}, Mapping):
-            raise ValueError(f"{location}: expected a dict in column 'extra_info', found {extra!r}")
+        if not isinstance(extra := row.get(self._extra_info) or {}, Mapping):
+            raise ValueError(f"{location}: expected a dict in column {self._extra_info!r}, found {extra!r}")
         return self._prompt(row, rows, index)
 
     def _report_overlong(self, overlong: dict[int, int], rows: Rows, count: int, any_kept: bool) -> None:
