@@ -13,7 +13,7 @@ RUN := $(VENV)/.ready-to-run
 TEST := $(VENV)/.ready-to-test
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: quickstart showcase test test-all test-vllm test-sglang test-megatron chaos mutants fuzz audit lint docs docs-serve clean
+.PHONY: quickstart showcase test test-all test-vllm test-sglang test-megatron test-hosts chaos mutants fuzz audit lint docs docs-serve clean
 
 # Train a tiny model with reinforcement learning. Pass options as ARGS="--algorithm ppo".
 quickstart: $(RUN)
@@ -59,6 +59,11 @@ test-megatron: $(VENV_MEGATRON)/.ready-to-test
 		tests/engines/test_megatron_moe.py tests/engines/test_megatron_stages.py tests/engines/test_megatron_shim.py \
 		tests/engines/test_megatron_recompute.py \
 		tests/trainer/test_megatron_run.py $(ARGS)
+
+# Two hosts as network namespaces of this machine, with a link that is cut and nodes that are lost: about 10 minutes.
+# Needs root and iproute2.
+test-hosts: $(TEST)
+	$(VENV)/bin/python -m pytest tests/trainer/test_two_hosts.py $(ARGS)
 
 # Inject faults into tiny runs, and check what the runs do: a few minutes. Pass options as ARGS="--faults kill".
 chaos: $(RUN)

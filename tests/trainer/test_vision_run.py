@@ -109,8 +109,6 @@ def test_a_model_without_its_own_code_runs_on_the_generic_path(vision, tmp_path)
     assert all(line["actor/grad_norm"] > 0 for line in lines)
 
 
-
-
 def sft(vision, run, **more) -> SFTTrainer:
     file = str(vision / "sft.jsonl")
     data = {"train_files": file, "val_files": file, "train_batch_size": 4, "max_length": 64}

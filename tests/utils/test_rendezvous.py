@@ -1,16 +1,18 @@
 """Rank 0 of a run on one host listens on the loopback interface only."""
 
 import os
+import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.programs import run_python
 from verl.single_controller.worker import free_port
-from verl.utils.rendezvous import is_loopback, tcp_store
+from verl.utils.rendezvous import interface_to, is_loopback, tcp_store
 
 ROOT = Path(__file__).parents[2]
 JOIN = """
@@ -58,3 +60,16 @@ def test_an_address_of_another_host_is_refused():
 )
 def test_loopback_addresses(host, expected):
     assert is_loopback(host) is expected
+
+
+def test_the_interface_is_that_of_the_route_to_the_host():
+    """Also for this host itself, by one of its addresses; hosts that cannot be found have none."""
+    assert interface_to("127.0.0.1") == ("lo0" if sys.platform == "darwin" else "lo")
+    assert interface_to("no-such-host.invalid") is None
+    addresses = {
+        a.address: name
+        for name, interface in psutil.net_if_addrs().items()
+        for a in interface
+        if a.family == socket.AF_INET and not is_loopback(a.address)
+    }
+    assert all(interface_to(address) == name for address, name in addresses.items())

@@ -25,6 +25,11 @@ def cache_folder() -> Path:
     return Path(os.path.expanduser(folder))
 
 
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Relative path -> bytes of the files below a folder; empty if there is no such folder."""
+    return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
 class DiskError(OSError):
     """A file cannot be written. The message names the file, the reason and the fix."""
 

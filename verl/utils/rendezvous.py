@@ -12,6 +12,8 @@ import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import psutil
+
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
@@ -54,7 +56,7 @@ def join_default_group(backend: str, timeout: timedelta | None = None) -> None:
     from torch.distributed.constants import default_pg_timeout
 
     env = os.environ
-    use_loopback_if_local(env["MASTER_ADDR"])
+    use_interface_to(env["MASTER_ADDR"])
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # a script under torchrun, which hosts the store
         dist.init_process_group(backend, timeout=timeout)
         return
@@ -64,14 +66,31 @@ def join_default_group(backend: str, timeout: timedelta | None = None) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def use_loopback_if_local(host: str) -> None:
-    """Let Gloo and NCCL use the loopback interface in this process if rank 0 does: all ranks are on this host.
+def use_interface_to(host: str) -> None:
+    """Let Gloo and NCCL use the network interface over which this process reaches rank 0.
 
-    Variables that are set already keep their values.
+    Left to themselves, Gloo takes the address that the name of this host resolves to, often 127.0.1.1, and NCCL the
+    first interface that is up. Each rank decides for its own host, where the interface may have another name. Variables
+    that are set already keep their values.
     """
+    interface = interface_to(host)
+    for name in _INTERFACE_VARIABLES if interface else ():
+        os.environ.setdefault(name, interface)
+
+
+def interface_to(host: str) -> str | None:
+    """The name of the network interface over which this host reaches `host`; None if no interface has the address."""
     if is_loopback(host):
-        for name in _INTERFACE_VARIABLES:
-            os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
+        return "lo0" if sys.platform == "darwin" else "lo"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing: it selects the route
+            local = probe.getsockname()[0]
+    except OSError:
+        return None
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, addresses in interfaces if any(a.address == local for a in addresses)), None)
 
 
 def is_loopback(host: str) -> bool:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import distributed as dist
 
-from verl.utils.rendezvous import tcp_store, use_loopback_if_local
+from verl.utils.rendezvous import tcp_store, use_interface_to
 from verl.weight_sync.adapters import Part, push_parts
 from verl.weight_sync.base import (
     AdapterConfig,
@@ -66,7 +66,7 @@ class TransferGroup:
         self.bandwidth = 0.0
         self.layouts: dict[tuple[bool, int], bytes] = {}
         host, port = address
-        use_loopback_if_local(host)
+        use_interface_to(host)
         self.store = tcp_store(host, port, size, rank == 0, wait)
         self.control = dist.ProcessGroupGloo(dist.PrefixStore("control", self.store), rank, size, wait)
         if device.type == "cuda":

@@ -20,6 +20,7 @@ from verl.protocol import DataProto
 from verl.single_controller.dispatch import Coordinates, Dispatch, register
 from verl.single_controller.worker import Worker
 from verl.utils.device import resolve_device
+from verl.utils.disk import file_sizes
 from verl.workers.utilization import Utilization
 
 logger = logging.getLogger("verl.workers")
@@ -126,6 +127,11 @@ class EngineWorker(Worker):
     def finish_checkpoint(self) -> None:
         """Wait for the background write. Raises its error."""
         self.engine.finish_save()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def list_files(self, folder: str | Path) -> dict[str, int]:
+        """The files below a folder as this rank sees them: relative path -> bytes."""
+        return file_sizes(Path(folder))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str | Path) -> list[str]:

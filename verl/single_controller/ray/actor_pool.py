@@ -9,6 +9,7 @@ import contextlib
 import logging
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,8 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from psutil import STATUS_DEAD, STATUS_ZOMBIE
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -52,6 +54,9 @@ _SETTLE_SECONDS = 0.25  # after a failure, to collect others: the first one is t
 _SHUTDOWN_SECONDS = 5.0  # for an actor to end by itself, or to report its progress
 _STATUS_SECONDS = 15.0  # for a node to start a process that reads the state of another
 _WAIT_SECONDS = 1.0  # one wait for replies
+_CONNECT_SECONDS = 5.0  # for a node to accept a connection
+#: how long a call survives a cut of the link; Ray's own limit for the process that replies is 20 s
+CONNECTION_LIMIT = {"RAY_grpc_keepalive_timeout_ms": "60000"}
 _MAX_INLINE_BYTES = 1 << 16  # larger arguments are put into the object store once for all ranks
 
 
@@ -241,9 +246,30 @@ class RayPool:
             message = "a process of another pool, which had rows for this call, died"
             return WorkerDied(message, pending.role, pending.method, rank, self._ranks[rank].info.host, str(error))
         details = pending.role, pending.method, dead.rank, dead.info.host, str(error)
-        if any(n["NodeID"] == dead.info.node_id and not n["Alive"] for n in ray.nodes()):
-            return NodeLost(f"its node {dead.info.host} is lost", *details)
+        fault = self._node_fault(dead.info, isinstance(error, ActorUnavailableError))
+        if fault is not None:
+            return NodeLost(fault, *details)
         return WorkerDied("its process died", *details)
+
+    def _node_fault(self, info: ActorInfo, is_unavailable: bool) -> str | None:
+        """Why the node of an actor whose connection broke cannot be used; None if it can: the process itself died.
+
+        Args:
+            is_unavailable: Ray does not know that the process has ended.
+        """
+        lost, local = f"its node {info.host} is lost", ray.util.get_node_ip_address()
+        node = next(node for node in ray.nodes() if node["NodeID"] == info.node_id)
+        try:
+            socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), _CONNECT_SECONDS).close()
+        except ConnectionRefusedError:
+            return f"{lost}: the host responds, but Ray (the raylet) no longer runs on it"
+        except OSError as error:
+            return f"network fault: {local} cannot reach {info.host} ({error}): the link is cut, or the host is down"
+        if not node["Alive"]:
+            return lost
+        if is_unavailable and _status(info.node_id, info.pid) not in (None, STATUS_DEAD, STATUS_ZOMBIE):
+            return f"network fault: the connection from {local} to {info.host} broke; its process still runs"
+        return None
 
     def _check_limit(self, pending: _PendingCall) -> Failure | None:
         """After the limit: a timeout, unless the ranks have been running earlier calls until now."""
@@ -283,9 +309,27 @@ class RayPool:
             failures += [f for f in (self._read_reply(pending, ref) for ref in ready) if f is not None]
         with self._lock:
             if self._fatal is None:
-                self._fatal = first_error(failures)
+                self._fatal = self._cause(pending, first_error(failures))
                 self._kill()
             return self._fatal
+
+    def _cause(self, pending: _PendingCall, error: WorkerError) -> WorkerError:
+        """The error of a rank that died or is stopped, if there is one: collectives of others may have failed first."""
+        if isinstance(error, WorkerDied | WorkerTimeout):
+            return error
+        progress = self._progress()  # waits for what Ray knows of ranks that do not respond
+        replies = ray.wait(list(pending.refs), num_returns=len(pending.refs), timeout=0)[0] if pending.refs else []
+        failures = [failure for failure in (self._read_reply(pending, ref) for ref in replies) if failure is not None]
+        died = [failure for failure in failures if isinstance(failure[2], WorkerDied)]
+        silent = [rank for rank in self._ranks if progress[rank.rank][1] is None]
+        if died:
+            cause = first_error(died)
+        elif any(self._state(rank, busy=True, responds=False).is_stopped for rank in silent):
+            cause = self._timeout(pending, "0 s")[2]
+        else:
+            return error
+        cause.add_note(f"rank {error.rank} raised {error.message.splitlines()[0]}")
+        return cause
 
     # ---- shutdown -------------------------------------------------------------------------------------------------
 
@@ -327,7 +371,7 @@ def _create_actors(
     """The actors in rank order, node by node."""
     actor_class = ray.remote(concurrency_groups={"control": 1})(RankActor)
     # Otherwise Ray shows each process one GPU only, and LOCAL_RANK would not be its index.
-    env = {**env, **({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if use_gpu else {})}
+    env = {**CONNECTION_LIMIT, **env, **({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if use_gpu else {})}
     ranks = []
     for node, count in enumerate(resources.processes_per_node):
         for _ in range(count):
@@ -335,7 +379,7 @@ def _create_actors(
                 num_cpus=1,
                 num_gpus=int(use_gpu),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node),
-                runtime_env={"env_vars": env} if env else None,
+                runtime_env={"env_vars": env},
             ).remote()
             ranks.append(_Rank(len(ranks), actor))
     return ranks

@@ -25,7 +25,7 @@ from ray._private import ray_constants
 from verl.config import schema
 from verl.processes.limits import Limits
 from verl.single_controller.cluster import Pools, ResourcePool, RunConfig, smaller_sizes, start_pools, wait_limits
-from verl.single_controller.ray.actor_pool import START_TIMEOUT, RayPool, reserve
+from verl.single_controller.ray.actor_pool import CONNECTION_LIMIT, START_TIMEOUT, RayPool, reserve
 from verl.single_controller.worker import WorkerSpec
 from verl.single_controller.worker_group import CALL_TIMEOUT, WorkerGroup
 from verl.utils.paths import resolved
@@ -143,6 +143,8 @@ class RayCluster:
     def _connect(self) -> None:
         """Start or join a cluster, unless this process has done so."""
         if not ray.is_initialized():
+            for name, limit in CONNECTION_LIMIT.items():
+                os.environ.setdefault(name, limit)
             self._started, handler = True, signal.getsignal(signal.SIGTERM)
             try:
                 session = self._join_or_start()["session_dir"]

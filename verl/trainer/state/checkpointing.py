@@ -11,6 +11,7 @@ A checkpoint is complete once everything is written and it has its final name.
 import copy
 import logging
 import operator
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from verl.trainer.guards.interruption import Stopped
 from verl.trainer.guards.operator_watch import OperatorTimeout
 from verl.trainer.state.identity import Identity
 from verl.trainer.state.saved_state import load_state, save_state
+from verl.utils.disk import DiskError, file_sizes
 from verl.utils.redaction import redacted
 from verl.utils.rng import rng_state, set_rng_state
 
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("verl.trainer")
 
 _POLL_INTERVAL = 0.05  # seconds between two polls of a checkpoint that is being written
+_VISIBLE_SECONDS = 60.0  # for a file to be visible on all nodes: network file systems cache their folders
 
 _RESTARTS = {"optimizer": "the moments of Adam start at 0", "extra": "the learning-rate schedule starts over"}
 
@@ -76,12 +79,14 @@ class _Pending:
 
     Attributes:
         start: `perf_counter` at the start.
+        written: the folder until it is complete.
         folder: completes it when closed.
         best: for `CheckpointStore.mark_best`, if it is the best one.
     """
 
     path: Path
     start: float
+    written: Path
     folder: ExitStack
     best: Mapping[str, Any] | None
 
@@ -172,7 +177,7 @@ class Checkpointer:
             best = self.watch.best
             is_best = best is not None and best.step == step
             record = asdict(best) | {"saved_as_best": not is_due} if is_best else None
-            self._pending = _Pending(path, start, stack.pop_all(), record)
+            self._pending = _Pending(path, start, folder, stack.pop_all(), record)
         self.saved_step, self.saved_path = step, path
         self.poll()
         if self._pending is not None:
@@ -193,6 +198,35 @@ class Checkpointer:
         (names, *_) = self.roles[role].non_finite_state()
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return f"NaN, infinity or weights beyond 1e6 in {names[0]}{others}" if names else ""
+
+    def check_folder_is_shared(self) -> None:
+        """Raise DiskError if a rank does not see the files that this process writes: no checkpoint would be whole."""
+        for role in self._present_roles():
+            if self.roles[role].world_size > 1:
+                self.store.root.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryDirectory(prefix=".probe_", dir=self.store.root) as folder:
+                    (Path(folder) / "file").touch()
+                    self._check_shared(role, Path(folder))
+
+    def _check_shared(self, role: str, folder: Path) -> None:
+        """Raise DiskError unless every rank of a role sees the same files in a folder as this process."""
+        until = time.monotonic() + _VISIBLE_SECONDS
+        while True:
+            files = file_sizes(folder)
+            seen = self.roles[role].list_files(folder)
+            others = [rank for rank, sizes in enumerate(seen) if sizes != files]
+            if not others:
+                return
+            if time.monotonic() > until:
+                break
+            time.sleep(1.0)
+        missing = sorted(set(files.items()) ^ set(seen[others[0]].items()))
+        raise DiskError(
+            f"{self.store.root} is not one folder for the whole run: of {folder.name}, rank {others[0]} of the {role} "
+            f"sees {len(seen[others[0]])} files and the controller {len(files)} (different: {missing[0][0]}). Expected "
+            "a file system that all nodes mount at this path (docs/multinode.md): set trainer.default_local_dir to a "
+            "folder on it; without checkpoints: trainer.save_freq=-1 trainer.save_at_end=false"
+        )
 
     def wait(self) -> None:
         """Complete the pending checkpoint, once it is written."""
@@ -221,6 +255,8 @@ class Checkpointer:
         with pending.folder:
             for group in groups:
                 group.finish_checkpoint()
+            for role in self._present_roles():
+                self._check_shared(role, pending.written / role)
         if pending.best is not None:
             self.store.mark_best(pending.best)
             logger.info("[save] best checkpoint: %(metric)s = %(value).4g at step %(step)d", pending.best)
@@ -252,6 +288,8 @@ class Checkpointer:
         Returns:
             The step; 0 if there is no checkpoint to resume from.
         """
+        if describe_saving(self.config.trainer) != "never":
+            self.check_folder_is_shared()
         folder = self._folder_to_load()
         step = 0 if folder is None else self.restore(folder)
         self._rewound = False
