@@ -78,7 +78,7 @@ def test_a_queued_call_does_not_time_out():
 def test_a_worker_that_cannot_be_constructed_frees_its_resources():
     with pytest.raises(WorkerError, match=r"ref.__init__\(\) on rank 1 .*RuntimeError: no such model"):
         RayWorkerGroup(spec("Failing", fail_on_rank=1), TWO, name="ref", timeout=60)
-    with RayWorkerGroup(spec("Echo"), ResourcePool("all", (2, 2)), timeout=60, start_timeout=30) as group:
+    with RayWorkerGroup(spec("Echo"), ResourcePool("all", (2, 2)), timeout=60, start_timeout=120) as group:
         assert [f["LOCAL_RANK"] for f in group.facts()] == ["0", "1"] * 2
 
 
@@ -89,7 +89,7 @@ def test_missing_resources_are_reported():
 
 def test_the_loss_of_a_node_is_named(two_nodes):
     node = two_nodes.add_node(num_cpus=2)
-    group = RayWorkerGroup(spec("Echo"), ResourcePool("all", (1, 1, 1)), name="actor", timeout=60, start_timeout=30)
+    group = RayWorkerGroup(spec("Echo"), ResourcePool("all", (1, 1, 1)), name="actor", timeout=60, start_timeout=120)
     kept, future = group.rows(wide(9)), group.sleep(60)
     time.sleep(0.5)
     begun = time.monotonic()
