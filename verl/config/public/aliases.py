@@ -95,6 +95,7 @@ critic -> critic: checkpoint.contents:checkpoint.save_contents fsdp.mixed_precis
 critic -> critic: fsdp_config.*:fsdp.* model.fsdp_config.*:fsdp.*
 critic -> critic.fsdp: ulysses_sequence_parallel_size
 ray_init -> ray_kwargs.ray_init: num_cpus
+ray_init -> ray_kwargs: timeline_json_file
 actor_rollout_ref.model -> actor_rollout_ref.model: override_config.chat_template:custom_chat_template
 data -> actor_rollout_ref.model: tokenizer:tokenizer_path trust_remote_code
 """),
