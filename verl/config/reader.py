@@ -200,7 +200,8 @@ class Reader:
                     self.problems.append(Problem(key, str(error), setting.location))
                     continue
                 for meant, value in values.items():
-                    if meant != key and not meant.startswith(f"{key}."):  # placement=auto needs no translation
+                    changed = meant != key or value != setting.value
+                    if changed and not meant.startswith(f"{key}."):  # placement=auto needs no translation
                         self.notes.append(f"{key}: {setting.value} ({setting.location}) sets {meant}: {value}")
                     settings.append((meant, setting.with_value(value)))
         return self._agreed(settings)

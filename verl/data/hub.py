@@ -75,8 +75,8 @@ def _library(name: DataName) -> ModuleType:
     except ModuleNotFoundError as error:
         meaning = "a folder" if name.is_folder else "no file, and read as the name of a hub dataset"
         raise ValueError(
-            f"{name.path} is {meaning}, which needs the package {error.name}: pip install 'verl[hub]' (or pip install "
-            "datasets), or give a .parquet, .jsonl, .json or .csv file"
+            f"{name.path} is {meaning}, which needs the package {error.name}: pip install datasets, "
+            "or give a .parquet, .jsonl, .json or .csv file"
         ) from error
     return datasets
 

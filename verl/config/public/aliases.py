@@ -1,11 +1,9 @@
-"""All aliases of config fields. No other file defines aliases.
-
-Three kinds: short names (as good as the long ones), deprecated names (accepted, with a warning), and names whose value
-is computed. A name that ends in `.*` renames everything below it.
-"""
+"""All aliases of config fields: the names of `aliases.toml`, and here those whose value is computed."""
 
 import math
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from verl.config.fields import Aliases, Lookup
@@ -27,108 +25,8 @@ def _in_transformer_config(section: str) -> dict[str, str]:
     return {f"{section}.override_transformer_config.{key}": f"{section}.{key}" for key in _PARALLEL}
 
 
-# --------------------------------------------------------------------------------------------------------- short names
-_SHORT = {
-    # algorithm: {...}, model: {...}, reward_function, data: {...}, engine: {...}
-    "algorithm.clip_range": _ARR + "actor.clip_ratio",
-    "algorithm.value_loss_coef": "critic.value_loss_coef",
-    "model.pretrain_model_path": _ARR + "model.path",
-    "reward_function": "reward.reward_function",
-    "model.reward_function": "reward.reward_function",
-    "data.train_path": "data.train_files",
-    "data.answer_key": "data.ground_truth_key",
-    "engine.critic_type": "critic.strategy",
-    _ARR + "actor.megatron.router_replay.mode": _ARR + "actor.router_replay.mode",
-    "engine.num_gpus": "trainer.n_gpus_per_node",
-    "async_training.partial_rollout": "trainer.async.partial_rollout",
-    **_in_transformer_config(_ARR + "actor.megatron"),
-    **_in_transformer_config(_ARR + "ref.megatron"),
-    **_in_transformer_config("critic.megatron"),
-    **{
-        f"{model}.override_config.model_config.*": f"{model}.override_config.*"
-        for model in (_ARR + "model", "critic.model")
-    },
-    "rollout.nnodes": _ARR + "rollout.nnodes",
-    "rollout.n_gpus_per_node": _ARR + "rollout.n_gpus_per_node",
-    "rollout.total_epochs": "trainer.total_epochs",
-    # trainer: {...}, actor_rollout: {...}, critic: {...}, use_critic, ...
-    "actor_rollout.model_name_or_path": _ARR + "model.path",
-    "actor_rollout.fsdp_config.*": _ARR + "actor.fsdp_config.*",
-    "critic.model_name_or_path": "critic.model.path",
-    "use_critic": "critic.enable",
-    "use_reference_policy": _ARR + "ref.enable",
-    "use_rm": "reward.reward_model.enable",
-    "trainer.use_critic": "critic.enable",
-    "trainer.use_reference_policy": _ARR + "ref.enable",
-    "trainer.use_rm": "reward.reward_model.enable",
-}
-
-# ---------------------------------------------------------------------------------------------------- deprecated names
-_DEPRECATED = {
-    "custom_reward_function.*": "reward.custom_reward_function.*",
-    "sandbox_fusion.*": "reward.sandbox_fusion.*",
-    "reward_model.sandbox_fusion.*": "reward.sandbox_fusion.*",
-    "reward.reward_manager": "reward.reward_manager.name",
-    "reward_model.reward_manager": "reward.reward_manager.name",
-    "reward_model.reward_loop_source": "reward.reward_manager.source",
-    "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
-    "reward_model.reward_loop_class_name": "reward.reward_manager.name",
-    "reward.reward_kwargs.overlong_buffer_cfg.*": "reward.reward_kwargs.overlong_buffer.*",
-    "reward_model.reward_kwargs.*": "reward.reward_kwargs.*",
-    "reward_model.overlong_buffer.*": "reward.reward_kwargs.overlong_buffer.*",
-    "reward_model.num_workers": "reward.num_workers",
-    "reward_model.enable": "reward.reward_model.enable",
-    "reward_model.model.path": "reward.reward_model.model_path",
-    "reward_model.model_path": "reward.reward_model.model_path",
-    "reward_model.sandbox_fusion_url": "reward.sandbox_fusion.url",
-    "reward_model.model.trust_remote_code": "reward.reward_model.trust_remote_code",
-    "reward_model.model.use_remove_padding": "reward.reward_model.use_remove_padding",
-    "reward_model.model.fsdp_config.*": "reward.reward_model.fsdp.*",
-    "reward_model.use_dynamic_bsz": "reward.reward_model.use_dynamic_bsz",
-    "reward_model.forward_max_token_len_per_gpu": "reward.reward_model.forward_max_token_len_per_gpu",
-    "reward_model.micro_batch_size_per_gpu": "reward.reward_model.micro_batch_size_per_gpu",
-    "reward_model.micro_batch_size": "reward.reward_model.micro_batch_size",
-    "reward_model.param_offload": "reward.reward_model.fsdp.param_offload",
-    "reward_model.ulysses_sequence_parallel_size": "reward.reward_model.fsdp.ulysses_sequence_parallel_size",
-    "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
-    _ARR + "rollout.update_weights_bucket_megabytes": _ARR
-    + "rollout.checkpoint_engine.update_weights_bucket_megabytes",
-    _ARR + "actor.freeze_vision_tower": _ARR + "model.freeze_vision_tower",
-    _ARR + "actor.grad_clip": _ARR + "actor.optim.clip_grad",
-    "critic.grad_clip": "critic.optim.clip_grad",
-    _ARR + "actor.optim.warmup_style": _ARR + "actor.optim.lr_scheduler_type",
-    "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
-    _ARR + "actor.fsdp_config.strategy": _ARR + "actor.strategy",
-    _ARR + "ref.fsdp_config.strategy": _ARR + "ref.strategy",
-    _ARR + "ref.param_offload": _ARR + "ref.fsdp_config.param_offload",
-    _ARR + "actor.checkpoint.contents": _ARR + "actor.checkpoint.save_contents",
-    "critic.checkpoint.contents": "critic.checkpoint.save_contents",
-    _ARR + "rollout.multi_turn.max_turns": _ARR + "rollout.multi_turn.max_assistant_turns",
-    "ray_init.num_cpus": "ray_kwargs.ray_init.num_cpus",
-    "ray_init.timeline_json_file": "ray_kwargs.timeline_json_file",
-    "critic.fsdp.strategy": "critic.strategy",
-    _ARR + "actor.fsdp_config.mixed_precision.param_dtype": _ARR + "actor.fsdp_config.dtype",
-    _ARR + "ref.fsdp_config.mixed_precision.param_dtype": _ARR + "ref.fsdp_config.dtype",
-    "critic.fsdp.mixed_precision.param_dtype": "critic.fsdp.dtype",
-    "critic.model.fsdp_config.mixed_precision.param_dtype": "critic.fsdp.dtype",
-    "critic.fsdp_config.*": "critic.fsdp.*",
-    "critic.model.fsdp_config.*": "critic.fsdp.*",
-    _ARR + "actor.ulysses_sequence_parallel_size": _ARR + "actor.fsdp_config.ulysses_sequence_parallel_size",
-    _ARR + "ref.ulysses_sequence_parallel_size": _ARR + "ref.fsdp_config.ulysses_sequence_parallel_size",
-    "critic.ulysses_sequence_parallel_size": "critic.fsdp.ulysses_sequence_parallel_size",
-    _ARR + "actor.use_remove_padding": _ARR + "model.use_remove_padding",
-    _ARR + "actor.use_fused_kernels": _ARR + "model.use_fused_kernels",
-    _ARR + "actor.use_torch_compile": _ARR + "actor.fsdp_config.use_torch_compile",
-    _ARR + "ref.use_torch_compile": _ARR + "ref.fsdp_config.use_torch_compile",
-    _ARR + "actor.rollout_n": _ARR + "rollout.n",
-    _ARR + "ref.rollout_n": _ARR + "rollout.n",
-    "critic.rollout_n": _ARR + "rollout.n",
-    _ARR + "model.external_lib": "imports",
-    _ARR + "model.override_config.chat_template": _ARR + "model.custom_chat_template",
-    "critic.model.external_lib": "imports",
-    "data.tokenizer": _ARR + "model.tokenizer_path",
-    "data.trust_remote_code": _ARR + "model.trust_remote_code",
-}
+#: schema -> kind -> name -> field
+_TABLES = tomllib.loads((Path(__file__).parent / "aliases.toml").read_text(encoding="utf-8"))
 
 
 # ------------------------------------------------------------------------------------------------------ computed values
@@ -343,7 +241,13 @@ def _megatron_optimizer(section: str) -> dict[str, Computed]:
     }
 
 
+def _device(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """Scripts for Ascend NPUs run on NVIDIA GPUs, as in public verl, which takes the device that the host has."""
+    return {"trainer.device": "cuda" if value == "npu" else value}
+
+
 _COMPUTED = {
+    "trainer.device": _device,
     "placement": _one_of({"auto": {"placement.auto": True}}, f"a section with the keys {_DEVICE_KEYS}, or auto"),
     "trainer.v1.fully_async.staleness_threshold": _handled_elsewhere,
     "trainer.v1.fully_async.parameter_sync_step": _handled_elsewhere,
@@ -404,7 +308,13 @@ NULL_IS_DEFAULT = {
     *(section + "lr_warmup_steps" for section in _OPTIM),
 }
 
-RL = Aliases(_SHORT, _DEPRECATED, _COMPUTED)
+_MEGATRON_SECTIONS = (_ARR + "actor.megatron", _ARR + "ref.megatron", "critic.megatron")
+RL = Aliases(
+    {alias: key for section in _MEGATRON_SECTIONS for alias, key in _in_transformer_config(section).items()}
+    | _TABLES["rl"]["short"],
+    _TABLES["rl"]["deprecated"],
+    _COMPUTED,
+)
 
 
 def _chats(value: Any, lookup: Lookup) -> dict[str, Any]:
@@ -429,27 +339,11 @@ SFT = Aliases(
     short={
         **{f"engine.{key}": f"engine.megatron.{key}" for key in _OF_MEGATRON_SFT},
         **_in_transformer_config("engine.megatron"),
-        "data.num_workers": "data.dataloader_num_workers",
+        **_TABLES["sft"]["short"],
     },
-    deprecated={
-        "model.partial_pretrain": "model.path",
-        "model.strategy": "engine.strategy",
-        "model.fsdp_config.mixed_precision.param_dtype": "engine.dtype",
-        "engine.mixed_precision.param_dtype": "engine.dtype",
-        "model.fsdp_config.*": "engine.*",
-        "model.external_lib": "imports",
-        "optim.warmup_style": "optim.lr_scheduler_type",
-        "optim.lr_scheduler": "optim.lr_scheduler_type",
-        "optim.warmup_steps_ratio": "optim.lr_warmup_steps_ratio",
-        "ulysses_sequence_parallel_size": "engine.ulysses_sequence_parallel_size",
-        "use_remove_padding": "model.use_remove_padding",
-        "data.chat_template": "model.custom_chat_template",
-        "data.multiturn.tools_key": "data.tools_key",
-        "data.multiturn.enable_thinking_key": "data.enable_thinking_key",
-        "trainer.checkpoint.*": "checkpoint.*",
-        "trainer.resume_path": "trainer.resume_from_path",
-    },
+    deprecated=_TABLES["sft"]["deprecated"],
     computed={
+        "trainer.device": _device,
         "data.multiturn.enable": _chats,
         "data.multiturn.messages_key": _handled_elsewhere,
         "engine.cpu_offload": _cpu_offload,
@@ -461,13 +355,7 @@ SFT = Aliases(
     },
 )
 
-OFFLINE = Aliases(deprecated={"model.external_lib": "imports"})
+OFFLINE = Aliases(deprecated=_TABLES["eval"]["deprecated"])
 
 #: evaluation accepts the old name of the reward function without a warning
-EVAL = Aliases(
-    short={
-        "custom_reward_function.*": "reward.custom_reward_function.*",
-        "reward_function": "reward.reward_function",
-    },
-    deprecated=OFFLINE.deprecated,
-)
+EVAL = Aliases(**_TABLES["eval"])

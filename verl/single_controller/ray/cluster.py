@@ -37,11 +37,11 @@ logger = logging.getLogger("verl.single_controller")
 
 # ---- the working directory ------------------------------------------------------------------------------------------
 
-# Ray ships a part of it to the nodes: code, never weights, checkpoints or data. `runtime_env.yaml` has the patterns
+# Ray ships a part of it to the nodes: code, never weights, checkpoints or data. `verl/trainer/runtime_env.yaml` has the
 # that are always excluded. A directory that is still too large is rejected before Ray packs it, with its size, its
 # largest entries and the patterns that exclude them.
 
-_DEFAULTS = Path(__file__).with_name("runtime_env.yaml")
+_DEFAULTS = Path(__file__).parents[2] / "trainer" / "runtime_env.yaml"
 _IGNORE_FILES = (".gitignore", ".rayignore")  # Ray reads them too
 _RAY_LIMIT = "RAY_max_grpc_message_size"
 _LISTED = 5  # largest entries that the error about a too large package lists

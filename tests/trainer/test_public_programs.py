@@ -1,0 +1,185 @@
+"""Programs written for public verl: they build the trainer from roles, pools and worker classes, and run unchanged."""
+
+import pytest
+from omegaconf import OmegaConf
+
+ray = pytest.importorskip("ray")
+
+from verl.experimental.dataset.sampler import AbstractCurriculumSampler  # noqa: E402
+from verl.single_controller.base import Worker  # noqa: E402
+from verl.single_controller.base.decorator import Dispatch, register  # noqa: E402
+from verl.single_controller.ray.base import create_colocated_worker_cls  # noqa: E402
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role  # noqa: E402
+from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker  # noqa: E402
+
+from tests.trainer.test_ray_waiting import ON_RAY  # noqa: E402
+from verl import DataProto  # noqa: E402
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
+from verl.trainer.local_trainer import LocalPPOTrainer  # noqa: E402
+from verl.trainer.ppo.public import placement_of, with_workers  # noqa: E402
+
+TWO_STEPS = ["trainer.total_training_steps=2", "algorithm.name=grpo"]
+
+
+class LoggingWorker(ActorRolloutRefWorker):
+    """A worker of a recipe: its own constructor, `init_model`, and one method replaced."""
+
+    def __init__(self, config, role: str):
+        super().__init__(config, role)
+        self.calls = [role]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self):
+        super().init_model()
+        self.calls.append(type(self.engine).__name__)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        self.calls.append("compute_log_prob")
+        return super().compute_log_prob(data)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def read_calls(self):
+        return self.calls
+
+
+@pytest.fixture
+def local_ray():
+    ray.init(address="local", num_cpus=2, include_dashboard=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.slow
+def test_a_main_of_a_recipe_trains_with_its_worker(local_ray, settings, tmp_path):
+    mapping = {Role.ActorRollout: ray.remote(LoggingWorker)}
+    pools = ResourcePoolManager({"global_pool": [1]}, {Role.ActorRollout: "global_pool"})
+    config = OmegaConf.from_dotlist([*settings, *ON_RAY, *TWO_STEPS, "trainer.n_gpus_per_node=4"])
+    trainer = RayPPOTrainer(
+        config=config,
+        tokenizer=None,
+        role_worker_mapping=mapping,
+        resource_pool_manager=pools,
+        ray_worker_group_cls=RayWorkerGroup,
+    )
+    trainer.init_workers()
+    assert trainer.config.trainer.n_gpus_per_node == 1  # of the pool
+    calls = trainer.roles["actor"].read_calls()[0]
+    assert calls[0] == "actor_rollout" and calls[1] == "TorchEngine"
+    last = trainer.fit()
+    alone = LocalPPOTrainer(overrides=[*settings, *TWO_STEPS, f"trainer.default_local_dir={tmp_path / 'alone'}"]).fit()
+    for name in ("critic/score/mean", "actor/entropy", "actor/grad_norm"):
+        assert last[name] == pytest.approx(alone[name], rel=1e-4), name
+
+
+# ---- worker groups --------------------------------------------------------------------------------------------------
+
+
+class Adder(Worker):
+    def __init__(self, start, step=1):
+        self.total, self.step = start + self.rank, step
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def add(self, times):
+        self.total += times * self.step
+        return self.total
+
+    def peek(self, more=0):
+        return self.total + more
+
+
+def test_a_group_of_public_verl_and_two_in_the_same_processes(local_ray):
+    pool = RayResourcePool([2], use_gpu=False)
+    assert (pool.store, pool.world_size) == ([2], 2)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Adder), 10, step=2), device_name="cpu")
+    assert group.add(3) == [16, 17] and group.execute_all_sync("peek", 1) == [17, 18]
+    assert group.execute_rank_zero_sync("peek", more=5) == 21
+    group.shutdown()
+    classes = {"one": RayClassWithInitArgs(Adder, 0), "ten": RayClassWithInitArgs(cls=Adder, start=0, step=10)}
+    both = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=create_colocated_worker_cls(class_dict=classes))
+    groups = both.spawn(prefix_set=classes.keys())
+    assert (groups["one"].add(2), groups["ten"].add(2)) == ([2, 3], [20, 21])
+    assert groups["one"].processes == groups["ten"].processes
+    both.shutdown()
+    with pytest.raises(TypeError, match="worker_names are not supported"):
+        RayWorkerGroup(pool, classes["one"], worker_names=["a"])
+
+
+def test_pools_become_the_placement():
+    roles = {Role.ActorRollout: "train", Role.Critic: "value", Role.RefPolicy: "train"}
+    two = ResourcePoolManager({"train": [2, 2], "value": [1, 1]}, roles)
+    assert two.get_n_gpus() == 6
+    assert placement_of(two) == {
+        "trainer.nnodes": 2,
+        "trainer.n_gpus_per_node": 3,
+        "placement.actor_devices": [0, 1, 3, 4],
+        "placement.ref_devices": [0, 1, 3, 4],
+        "placement.critic_devices": [2, 5],
+    }
+    with pytest.raises(ValueError, match=r"pools over the same nodes.*placement.actor_devices"):
+        placement_of(ResourcePoolManager({"train": [2, 2], "value": [1]}, roles))
+
+
+def test_only_workers_that_a_run_can_use_are_accepted(settings):
+    specs = LocalPPOTrainer(overrides=[*settings, *TWO_STEPS]).specs
+    assert with_workers(specs, {Role.ActorRollout: ActorRolloutRefWorker, Role.Critic: CriticWorker}) == specs
+    spec = with_workers(specs, {Role.ActorRollout: LoggingWorker})["actor"]
+    assert spec.kwargs.keys() == {"config", "role"} and spec.attributes["settings"]["device"] == "auto"
+    with pytest.raises(ValueError, match=r"expected a subclass of verl.workers.public.ActorRolloutRefWorker.*Adder"):
+        with_workers(specs, {Role.ActorRollout: Adder})
+    with pytest.raises(ValueError, match="no such worker"):
+        with_workers(specs, {Role.Critic: type("MyCritic", (CriticWorker,), {})})
+    with pytest.raises(TypeError, match="role_worker_mapping"):
+        LoggingWorker(None, "actor_rollout")
+
+
+# ---- samplers -------------------------------------------------------------------------------------------------------
+
+
+class Backwards(AbstractCurriculumSampler):
+    """The last rows first; every update moves the first row to the end."""
+
+    def __init__(self, data_source, data_config):
+        self.rows, self.updates = list(range(len(data_source)))[::-1], []
+
+    def __iter__(self):
+        position = 0
+        while position < len(self.rows):
+            yield self.rows[position]
+            position += 1
+
+    def __len__(self):
+        return len(self.rows)
+
+    def update(self, batch: DataProto) -> None:
+        self.updates.append([uid.split(":")[1] for uid in batch.non_tensor_batch["uid"]][::2])
+
+
+SAMPLER = ["data.sampler.class_path=tests.trainer.test_public_programs", "data.sampler.class_name=Backwards"]
+
+
+def test_a_curriculum_sampler_orders_the_prompts_and_hears_of_steps(settings):
+    trainer = LocalPPOTrainer(overrides=[*settings, *TWO_STEPS, *SAMPLER])
+    trainer.fit()
+    sampler = trainer.source.sampler.sampler
+    assert sampler.updates == [["23", "22", "21", "20"], ["19", "18", "17", "16"]]  # 24 rows, 4 prompts a step
+
+
+def test_a_curriculum_without_state_is_not_resumed_in_another_order(settings):
+    more = ["trainer.save_freq=1", "trainer.total_training_steps=1", "algorithm.name=grpo", *SAMPLER]
+    LocalPPOTrainer(overrides=[*settings, *more]).fit()
+    with pytest.raises(ValueError, match=r"Backwards cannot be resumed after step 1.*state_dict"):
+        LocalPPOTrainer(overrides=[*settings, *SAMPLER, *TWO_STEPS]).fit()
+
+
+def test_a_sampler_object_is_resumed_by_reading_again(settings):
+    from torch.utils.data import SequentialSampler
+
+    def train(steps: int):
+        more = ["algorithm.name=grpo", "trainer.save_freq=1", f"trainer.total_training_steps={steps}"]
+        trainer = LocalPPOTrainer(overrides=[*settings, *more], train_sampler=SequentialSampler(range(24)))
+        trainer.fit()
+        return [uid for uid in trainer.batch.non_tensor_batch["uid"]][::2]
+
+    train(1)
+    assert train(2) == ["0:4", "0:5", "0:6", "0:7"]
