@@ -1,5 +1,7 @@
 """Programs written for public verl: they build the trainer from roles, pools and worker classes, and run unchanged."""
 
+import json
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -14,6 +16,7 @@ from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker  # noq
 
 from tests.trainer.test_ray_waiting import ON_RAY  # noqa: E402
 from verl import DataProto  # noqa: E402
+from verl.data.samplers import CustomOrder  # noqa: E402
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
 from verl.trainer.local_trainer import LocalPPOTrainer  # noqa: E402
 from verl.trainer.ppo.public import placement_of, with_workers  # noqa: E402
@@ -165,6 +168,39 @@ def test_a_curriculum_sampler_orders_the_prompts_and_hears_of_steps(settings):
     assert sampler.updates == [["23", "22", "21", "20"], ["19", "18", "17", "16"]]  # 24 rows, 4 prompts a step
 
 
+class Rotating(Backwards):
+    """Every update moves the last row of the next epoch to its start."""
+
+    def __iter__(self):
+        return iter(list(self.rows))
+
+    def update(self, batch: DataProto) -> None:
+        self.rows = self.rows[-1:] + self.rows[:-1]
+
+    def state_dict(self):
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state):
+        self.rows = list(state["rows"])
+
+
+def test_a_curriculum_with_state_goes_on_as_if_it_had_not_stopped():
+    def rows(order, count):
+        drawn = []
+        for _ in range(count):
+            drawn.append([row for _, row in order.next_items()])
+            order.update(None)
+        return drawn
+
+    straight = rows(CustomOrder(Rotating(range(6), None), 6, 2), 7)
+    assert straight[:4] == [[5, 4], [3, 2], [1, 0], [2, 1]]  # three updates: 2, 1, 0, 5, 4, 3
+    for stop in range(7):
+        first, second = (CustomOrder(Rotating(range(6), None), 6, 2) for _ in range(2))
+        drawn = rows(first, stop)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert drawn + rows(second, 7 - stop) == straight
+
+
 def test_a_curriculum_without_state_is_not_resumed_in_another_order(settings):
     more = ["trainer.save_freq=1", "trainer.total_training_steps=1", "algorithm.name=grpo", *SAMPLER]
     LocalPPOTrainer(overrides=[*settings, *more]).fit()
@@ -183,3 +219,109 @@ def test_a_sampler_object_is_resumed_by_reading_again(settings):
 
     train(1)
     assert train(2) == ["0:4", "0:5", "0:6", "0:7"]
+
+
+# ---- agent loops and tools ------------------------------------------------------------------------------------------
+
+CODE = """
+from typing import Any
+from uuid import uuid4
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.tools.utils.tool_registry import initialize_tools_from_config
+from verl.utils.rollout_trace import rollout_trace_op
+
+
+class Counter(BaseTool):
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
+        super().__init__(config, tool_schema)
+        self.instances = {}
+
+    async def create(self, instance_id=None, start: int = 0, **kwargs) -> tuple[str, ToolResponse]:
+        instance_id = instance_id or str(uuid4())
+        self.instances[instance_id] = start
+        return instance_id, ToolResponse()
+
+    @rollout_trace_op
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs):
+        self.instances[instance_id] += int(parameters["step"]) * self.config["factor"]
+        return ToolResponse(text=f"counter is {self.instances[instance_id]}"), 0.5, {"calls": 1}
+
+    async def calc_reward(self, instance_id: str, **kwargs) -> float:
+        return float(self.instances[instance_id])
+
+    async def release(self, instance_id: str, **kwargs) -> None:
+        del self.instances[instance_id]
+
+
+class CountingLoop(AgentLoopBase):
+    def __init__(self, *args, tools_file, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.tools = {tool.name: tool for tool in initialize_tools_from_config(tools_file)}
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs) -> AgentLoopOutput:
+        prompt_ids = await self.apply_chat_template(list(kwargs["raw_prompt"]))
+        first = await self.server_manager.generate(
+            request_id="a", prompt_ids=prompt_ids, sampling_params={**sampling_params, "max_tokens": 8}
+        )
+        tool = self.tools["count"]
+        instance_id, _ = await tool.create(start=1)
+        response, reward, metrics = await tool.execute(instance_id, {"step": 2})
+        more = self.tokenizer(response.text)["input_ids"]
+        ids = first.token_ids + more
+        second = await self.server_manager.generate(
+            request_id="a", prompt_ids=prompt_ids + ids, sampling_params={**sampling_params, "max_tokens": 4}
+        )
+        mask = [1] * len(first.token_ids) + [0] * len(more) + [1] * len(second.token_ids)
+        score = await tool.calc_reward(instance_id) + reward * metrics["calls"]
+        await tool.release(instance_id)
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids, response_ids=ids + second.token_ids, response_mask=mask, reward_score=score,
+            num_turns=4, metrics={"tool_calls": 1.0},
+        )
+"""
+TOOLS = """
+tools:
+  - class_name: counting.Counter
+    config: {type: native, factor: 3}
+    tool_schema:
+      type: function
+      function:
+        name: count
+        description: Counts.
+        parameters:
+          type: object
+          properties: {step: {type: integer, description: by how much}}
+          required: [step]
+"""
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return (extra_info or {}).get("reward_score", 0.0) + ("counter is 7" in solution_str)
+"""
+
+
+def test_grpo_with_an_agent_loop_and_a_tool_of_public_verl(tmp_path, monkeypatch):
+    from examples.quickstart.tiny_model import tiny_model
+    from tests.trainer.conftest import run_settings
+
+    tiny_model("qwen2", tmp_path / "model", size="tiny")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "counting.py").write_text(CODE)
+    (tmp_path / "tools.yaml").write_text(TOOLS)
+    (tmp_path / "reward.py").write_text(REWARD)
+    loop = f"- {{name: counting, _target_: counting.CountingLoop, tools_file: {tmp_path / 'tools.yaml'}}}"
+    (tmp_path / "loops.yaml").write_text(loop)
+    rows = [{"prompt": [{"role": "user", "content": f"Go {i}."}], "data_source": "x", "answer": "1"} for i in range(8)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    agent = "actor_rollout_ref.rollout.agent"
+    more = [f"{agent}.agent_loop_config_path={tmp_path / 'loops.yaml'}", f"{agent}.default_agent_loop=counting"]
+    more += ["data.max_prompt_length=64", "data.max_response_length=48", "data.val_files=[]", "algorithm.name=grpo"]
+    trainer = LocalPPOTrainer(overrides=[*run_settings(tmp_path, tmp_path / "run"), *more])
+    trainer.step()
+    # 1 + 2 * 3 from the tool, 0.5 of its call, and 1 since its text is in the response
+    assert trainer.batch.batch["token_level_scores"].sum(-1).tolist() == pytest.approx([8.5] * 8)
+    mask = trainer.batch.batch["response_mask"]
+    assert mask[0].sum() <= 12 and not mask[0].all()
+    trainer.shutdown()
