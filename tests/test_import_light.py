@@ -17,6 +17,7 @@ ADAPTERS = {
     "verl.single_controller.ray.cluster",
     "verl.single_controller.ray.placement",
     "verl.single_controller.ray.actor_pool",
+    "verl.single_controller.ray.public",
     "verl.single_controller.ray.rank_actor",
     *(f"verl.engines.megatron.{name}" for name in ("checkpoint", "convert", "engine", "experts", "memory", "model")),
     # kernels for a GPU, written in Triton

@@ -363,7 +363,6 @@ class Trainer(ABC):
         metrics |= {"training/global_step": view.step, "training/epoch": epoch}
         metrics["perf/cpu_memory_used_gb"] = process_rss() / 2**30
         metrics |= {"training/restarts": view.restarts} if self.config.trainer.max_restarts else {}
-        self.source.update(batch)
         self.batch, view.metrics = batch, metrics
         return StepReport(view.step, view.total_steps, metrics, timings, batch)
 
