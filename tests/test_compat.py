@@ -127,12 +127,11 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.single_controller.ray.base import create_colocated_worker_cls
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, AsyncActorRolloutRefWorker, CriticWorker
 from verl.utils.config import omega_conf_to_dataclass, validate_config
-from verl.utils import tensordict_utils as tu
 from verl.utils.torch_dtypes import PrecisionType
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path, should_save_ckpt_esi
 from verl.utils.profiler import DistProfiler, DistProfilerExtension, GPUMemoryLogger, ProfilerConfig
 from verl.utils.profiler.performance import simple_timer, log_gpu_memory_usage
-from verl.trainer.ppo.metric_utils import process_validation_metrics
+from verl.utils.fsdp_utils import get_fsdp_wrap_policy, init_fn, fsdp_version, apply_fsdp2, CPUOffloadPolicy
 from verl.experimental.dataset.sampler import AbstractCurriculumSampler
 from verl.workers.reward_manager import register, get_reward_manager_cls, NaiveRewardManager, DAPORewardManager
 from verl.workers.reward_manager import BatchRewardManager, PrimeRewardManager, AbstractRewardManager

@@ -5,12 +5,10 @@ import dataclasses
 import logging
 import time
 
-import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
-from verl.trainer.ppo.metric_utils import bootstrap_metric, calc_maj_val, process_validation_metrics
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path, should_save_ckpt_esi
 from verl.utils.config import omega_conf_to_dataclass, update_dict_with_config, validate_config
 from verl.utils.fs import local_mkdir_safe
@@ -23,7 +21,6 @@ from verl.utils.seqlen_balancing import calculate_workload
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config import FSDPOptimizerConfig, RolloutConfig
 
-from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_capability
 
 
@@ -136,64 +133,67 @@ def test_a_worker_with_profiling_that_is_off_runs_and_a_profiler_that_is_on_is_r
         ProfilerConfig(enable=True)
 
 
-# ---- metrics --------------------------------------------------------------------------------------------------------
-
-
-def test_validation_metrics_by_hand():
-    sources, uids = ["math"] * 4 + ["code"], ["a", "a", "b", "b", "c"]
-    infos = {"acc": [1.0, 0.0, 1.0, 1.0, 0.5], "pred": ["1", "2", "3", "3", "x"]}
-    metrics = process_validation_metrics(sources, uids, infos)
-    assert metrics["code"] == {"acc": {"mean@1": 0.5}}
-    math = metrics["math"]["acc"]
-    assert math["mean@2"] == 0.75 and math["std@2"] == 0.25  # (0.5 + 1) / 2, (0.5 + 0) / 2
-    # two draws of (1, 0) with replacement: the best is 1 in 3 of 4 cases, the worst in 1 of 4
-    assert math["best@2/mean"] == pytest.approx((0.75 + 1) / 2, abs=0.03)
-    assert math["worst@2/mean"] == pytest.approx((0.25 + 1) / 2, abs=0.03)
-    # the vote of a drawn pair is its first entry, unless both are the same
-    assert math["maj@2/mean"] == pytest.approx((0.5 + 1) / 2, abs=0.03)
-    assert metrics["math"].keys() == {"acc"}
-    assert bootstrap_metric([4.0], 3, [np.mean, np.max]) == [(4.0, 0.0), (4.0, 0.0)]
-    votes = [{"pred": "a", "val": 0}, {"pred": "b", "val": 1}, {"pred": "b", "val": 2}]
-    assert calc_maj_val(votes, "pred", "val") == 1
+# ---- models ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_workload_of_sequences():
     assert calculate_workload(torch.tensor([0, 1, 100])).tolist() == [0, 24577, 2467600]
 
 
-# ---- TensorDicts ----------------------------------------------------------------------------------------------------
+def test_a_recipe_shards_a_model_itself(tmp_path):
+    """In a process group of one rank: the log-probs stay, the units are the decoder layers and the rest."""
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
+
+    from examples.quickstart.tiny_model import tiny_model
+    from verl.utils import fsdp_utils
+
+    tiny_model("llama", tmp_path / "model", seed=0)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        with fsdp_utils.get_init_weight_context_manager(use_meta_tensor=True)():
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        layer = type(model.model.layers[0])
+        policy = fsdp_utils.get_fsdp_wrap_policy(model, config={"min_num_params": 0})
+        assert policy(module=model.model.layers[0], recurse=False, nonwrapped_numel=1)
+        assert not policy(module=model.lm_head, recurse=False, nonwrapped_numel=1)
+        ids, state = torch.arange(5, 11)[None], model.state_dict()
+        expected = model(ids).logits
+        assert fsdp_utils.fsdp_version(model) == 0
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        fsdp_utils.apply_fsdp2(model, {"mesh": mesh, "reshard_after_forward": True}, {})
+        fsdp_utils.fsdp2_load_full_state_dict(model, {name: value * 2 for name, value in state.items()}, mesh, None)
+        fsdp_utils.fsdp2_load_full_state_dict(model, state, mesh, None)
+        assert fsdp_utils.fsdp_version(model) == 2
+        units = [type(module) for module in model.modules() if isinstance(module, fsdp_utils.FSDPModule)]
+        assert sum(issubclass(unit, layer) for unit in units) == 2 and len(units) == 3
+        optimizer = torch.optim.AdamW(model.parameters())
+        torch.testing.assert_close(model(ids).logits, expected)
+        model(ids).logits.sum().backward()
+        norm = fsdp_utils.fsdp2_clip_grad_norm_(model.parameters(), max_norm=1.0)
+        assert float(norm) > 0
+        optimizer.step()
+        for move in (fsdp_utils.offload_fsdp_optimizer, lambda each: fsdp_utils.load_fsdp_optimizer(each, "cpu")):
+            move(optimizer)
+        fsdp_utils.offload_fsdp_model_to_cpu(model)
+        assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    finally:
+        dist.destroy_process_group()
 
 
-def batch():
-    columns = {"ids": torch.arange(6).reshape(3, 2), "labels": ["a", "b", "c"]}
-    return tu.get_tensordict(columns, {"temperature": 0.5})
+def test_configs_and_sizes_of_models(tmp_path, capsys):
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2VLConfig
+    from verl.utils.model import get_generation_config, print_model_size, update_model_config
 
+    from examples.quickstart.tiny_model import tiny_model
 
-def same(first, second):
-    assert sorted(first.keys()) == sorted(second.keys())
-    return all(str(tu.get(first, key)) == str(tu.get(second, key)) for key in sorted(first.keys()))
-
-
-def test_entries_of_a_tensordict():
-    td = batch()
-    assert len(td) == 3 and tu.get(td, "labels") == ["a", "b", "c"] and tu.get(td, "temperature") == 0.5
-    assert tu.get_non_tensor_data(td, "temperature", None) == 0.5 and tu.get(td, "none", 7) == 7
-    tu.assign_non_tensor(td, step=3, turns=[[1], [], [2, 3]])
-    assert tu.pop(td, "step") == 3 and "step" not in td and tu.get(td, "turns") == [[1], [], [2, 3]]
-    with pytest.raises(AssertionError, match="one length"):
-        tu.get_tensordict({"a": torch.ones(2), "b": [1, 2, 3]})
-
-
-def test_rows_of_a_tensordict():
-    td = batch()
-    rows = tu.index_select_tensor_dict(td, [2, 0])
-    assert rows["ids"].tolist() == [[4, 5], [0, 1]] and tu.get(rows, "labels") == ["c", "a"]
-    assert tu.get(rows, "temperature") == 0.5
-    chunks = tu.chunk_tensordict(td, 3)
-    assert [tu.get(chunk, "labels") for chunk in chunks] == [["a"], ["b"], ["c"]]
-    assert same(tu.concat_tensordict(chunks), td)
-    padded, added = tu.pad_to_divisor(td, 4)
-    assert added == 1 and tu.get(padded, "labels") == ["a", "b", "c", "a"]
-    assert same(tu.unpad(padded, added), td) and tu.pad_to_divisor(td, 3) == (td, 0)
-    with pytest.raises(AssertionError, match="divisible by 2"):
-        tu.chunk_tensordict(td, 2)
+    tiny_model("llama", tmp_path / "model", seed=0)
+    config = Qwen2VLConfig()
+    update_model_config(config, {"tie_word_embeddings": True, "vision_config": {"depth": 3}})
+    assert config.tie_word_embeddings is True and config.vision_config.depth == 3
+    assert get_generation_config(str(tmp_path / "model")).eos_token_id is not None
+    (tmp_path / "model" / "generation_config.json").unlink()
+    bos = LlamaConfig.from_pretrained(tmp_path / "model").bos_token_id
+    assert get_generation_config(str(tmp_path / "model")).bos_token_id == bos
+    print_model_size(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), "policy")
+    assert capsys.readouterr().out == "policy contains 0.10M parameters\n"  # 103,232

@@ -24,9 +24,8 @@ def main(overrides: list[str]) -> dict[str, float]:
     """Train; the last metrics."""
     config = OmegaConf.merge(OmegaConf.load(CONFIG), OmegaConf.from_dotlist(overrides))
     tokenizer = hf_tokenizer(config.actor_rollout.model_name_or_path)
-    dataset = RLHFDataset(
-        list(config.data.train_files), tokenizer, {"max_prompt_length": config.data.max_prompt_length}
-    )
+    files, limits = list(config.data.train_files), {"max_prompt_length": config.data.max_prompt_length}
+    dataset = RLHFDataset(files, tokenizer, limits)
     print(f"{len(dataset)} prompts, the first has {len(dataset[0]['prompt_ids'])} tokens")
     return LocalPPOTrainer(OmegaConf.to_container(config), train_dataset=dataset).fit()
 

@@ -428,4 +428,4 @@ def test_settings_of_memory_and_balance_change_no_result(caplog):
     more = ["actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.ref.strategy=megatron"]
     with caplog.at_level("WARNING", "verl.config"):
         load_config(overrides=[*keys, *more, "algorithm.name=grpo"])
-    assert "use_megatron_fsdp" in caplog.text and "balanced within each mini-batch" in caplog.text
+    assert "ignored: 2 keys without effect here" in caplog.text and all(key[:-5] in caplog.text for key in keys)

@@ -1,4 +1,4 @@
-"""examples/ppo_trainer/train_local.py, and the problems of a script whose models and data do not fit, in one message."""
+"""examples/ppo_trainer/train_local.py trains; models and data that do not fit are all named in one message."""
 
 import json
 from pathlib import Path

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 
-def _read(table: str) -> dict[str, str]:
+def read_renames(table: str) -> dict[str, str]:
+    """Old dotted name -> new one, from lines such as `old -> new: name before:after`."""
     moved = {}
     for line in table.splitlines():
         if line and not line.startswith("#"):
@@ -16,7 +17,7 @@ def _read(table: str) -> dict[str, str]:
 
 
 #: old module path -> new module path
-MOVED = _read((Path(__file__).parent / "moved.txt").read_text(encoding="utf-8"))
+MOVED = read_renames((Path(__file__).parent / "moved.txt").read_text(encoding="utf-8"))
 
 
 def _resolved(path: str) -> str:

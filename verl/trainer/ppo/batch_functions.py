@@ -1,11 +1,8 @@
 """Batch functions of public verl's trainer, with its names and arguments. They change batches in place."""
 
-import functools
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from verl.algorithms import kl
@@ -98,53 +95,6 @@ def extract_reward(batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
     """The token rewards `rm_scores` (B, T) of a batch, and the object columns of `meta_info["reward_extra_keys"]`."""
     keys = batch.meta_info.get("reward_extra_keys", ())
     return batch.batch["rm_scores"], {key: batch.non_tensor_batch[key] for key in keys}
-
-
-def bootstrap_metric(
-    data: Sequence[Any], subset_size: int, reduce_fns: Sequence[Callable], n_bootstrap: int = 1000, seed: int = 42
-) -> list[tuple[float, float]]:
-    """Mean and standard deviation of each function over samples of `subset_size` values, drawn with replacement."""
-    rows = np.random.RandomState(seed).choice(len(data), (n_bootstrap, subset_size))
-    values = [[reduce([data[i] for i in row]) for row in rows] for reduce in reduce_fns]
-    return [(float(np.mean(of_samples)), float(np.std(of_samples))) for of_samples in values]
-
-
-def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
-    """The value of the first entry that has the most frequent vote; of equally frequent ones the first."""
-    winner, _ = Counter(entry[vote_key] for entry in data).most_common(1)[0]
-    return next(entry[val_key] for entry in data if entry[vote_key] == winner)
-
-
-def process_validation_metrics(
-    data_sources: Sequence[str], sample_uids: Sequence[str], infos_dict: Mapping[str, Sequence[Any]], seed: int = 42
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Means over prompts by source and variable: mean@N, std@N, and for n = 2, 4, ... N the bootstrapped best@n/mean,
-    best@n/std, worst@n/mean, worst@n/std, and with a variable `pred` maj@n/mean and maj@n/std."""
-    rows: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for row, key in enumerate(zip(data_sources, sample_uids)):
-        rows[key].append(row)
-    by_prompt: dict[str, Any] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-    votes = functools.partial(calc_maj_val, vote_key="pred", val_key="val")
-    for (source, _), of_prompt in rows.items():
-        n = len(of_prompt)
-        for name, column in infos_dict.items():
-            values = [column[row] for row in of_prompt]
-            if values[0] is None or isinstance(values[0], str):
-                continue
-            metrics = {f"mean@{n}": np.mean(values)} | ({f"std@{n}": np.std(values)} if n > 1 else {})
-            for size in sorted({2**k for k in range(1, n.bit_length())} & set(range(n)) | {n}) if n > 1 else ():
-                drawn = dict(zip(("best", "worst"), bootstrap_metric(values, size, (np.max, np.min), seed=seed)))
-                if "pred" in infos_dict:
-                    ballots = [{"val": v, "pred": infos_dict["pred"][row]} for v, row in zip(values, of_prompt)]
-                    drawn |= {"maj": bootstrap_metric(ballots, size, [votes], seed=seed)[0]}
-                for kind, (mean, std) in drawn.items():
-                    metrics |= {f"{kind}@{size}/mean": mean, f"{kind}@{size}/std": std}
-            for metric, value in metrics.items():
-                by_prompt[source][name][metric].append(value)
-    return {
-        source: {name: {key: float(np.mean(v)) for key, v in metrics.items()} for name, metrics in names.items()}
-        for source, names in by_prompt.items()
-    }
 
 
 def need_reward_model(config: schema.Config) -> bool:
