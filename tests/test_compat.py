@@ -121,7 +121,7 @@ from verl.utils.reward_score import default_compute_score, gsm8k, math_dapo
 from verl.utils.reward_score.math import compute_score, last_boxed_only_string, remove_boxed
 from verl.trainer.ppo.ray_trainer import ResourcePoolManager, Role
 from verl.trainer.ppo.utils import Role, WorkerType, need_critic
-from verl.trainer.main_ppo import create_rl_dataset, create_rl_sampler, run_ppo
+from verl.trainer.main_ppo import TaskRunner, create_rl_dataset, create_rl_sampler, run_ppo
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.base import create_colocated_worker_cls
@@ -131,7 +131,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path, should_save_ckpt_esi
 from verl.utils.profiler import DistProfiler, DistProfilerExtension, GPUMemoryLogger, ProfilerConfig
 from verl.utils.profiler.performance import simple_timer, log_gpu_memory_usage
-from verl.utils.fsdp_utils import get_fsdp_wrap_policy, init_fn, fsdp_version, apply_fsdp2, CPUOffloadPolicy
+from verl.utils.fsdp_utils import CPUOffloadPolicy, MixedPrecisionPolicy, fsdp2_clip_grad_norm_
 from verl.experimental.dataset.sampler import AbstractCurriculumSampler
 from verl.workers.reward_manager import register, get_reward_manager_cls, NaiveRewardManager, DAPORewardManager
 from verl.workers.reward_manager import BatchRewardManager, PrimeRewardManager, AbstractRewardManager

@@ -8,10 +8,12 @@ from omegaconf import OmegaConf
 ray = pytest.importorskip("ray")
 
 from verl.experimental.dataset.sampler import AbstractCurriculumSampler  # noqa: E402
+from verl.experimental.reward_loop import migrate_legacy_reward_impl  # noqa: E402
 from verl.single_controller.base import Worker  # noqa: E402
 from verl.single_controller.base.decorator import Dispatch, register  # noqa: E402
 from verl.single_controller.ray.base import create_colocated_worker_cls  # noqa: E402
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role  # noqa: E402
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path  # noqa: E402
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker  # noqa: E402
 
 from tests.trainer.test_ray_waiting import ON_RAY  # noqa: E402
@@ -19,6 +21,7 @@ from verl import DataProto  # noqa: E402
 from verl.data.samplers import CustomOrder  # noqa: E402
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
 from verl.trainer.local_trainer import LocalPPOTrainer  # noqa: E402
+from verl.trainer.main_ppo import TaskRunner, run_ppo  # noqa: E402
 from verl.trainer.ppo.public import placement_of, with_workers  # noqa: E402
 
 TWO_STEPS = ["trainer.total_training_steps=2", "algorithm.name=grpo"]
@@ -73,6 +76,23 @@ def test_a_main_of_a_recipe_trains_with_its_worker(local_ray, settings, tmp_path
     alone = LocalPPOTrainer(overrides=[*settings, *TWO_STEPS, f"trainer.default_local_dir={tmp_path / 'alone'}"]).fit()
     for name in ("critic/score/mean", "actor/entropy", "actor/grad_norm"):
         assert last[name] == pytest.approx(alone[name], rel=1e-4), name
+
+
+class RecipeRunner(TaskRunner):
+    """The program of a recipe, which replaces the worker of the actor."""
+
+    def add_actor_rollout_worker(self, config):
+        self.role_worker_mapping[Role.ActorRolloutRef] = ray.remote(LoggingWorker)
+        self.mapping[Role.ActorRolloutRef] = "global_pool"
+        return LoggingWorker, RayWorkerGroup
+
+
+@pytest.mark.slow
+def test_the_program_of_a_recipe_runs(local_ray, settings, tmp_path):
+    more = ["trainer.save_freq=1", "trainer.n_gpus_per_node=1"]
+    config = migrate_legacy_reward_impl(OmegaConf.from_dotlist([*settings, *ON_RAY, *TWO_STEPS, *more]))
+    run_ppo(config, task_runner_class=ray.remote(num_cpus=1)(RecipeRunner))
+    assert find_latest_ckpt_path(str(tmp_path / "run")) == str(tmp_path / "run" / "global_step_2")
 
 
 # ---- worker groups --------------------------------------------------------------------------------------------------

@@ -145,8 +145,58 @@ def custom_sampler(sampler: Sampler[int] | None) -> Sampler[int] | None:
     return None if type(sampler) in (RandomSampler, SequentialSampler) else sampler
 
 
-def run_ppo(config: Any) -> None:
-    """Train on Ray with a configuration of public verl: a DictConfig or a dictionary."""
-    from verl.trainer.ray_trainer import RayPPOTrainer
+class TaskRunner:
+    """The main program of public verl. A subclass replaces workers, pools, or the whole of `run`.
 
-    RayPPOTrainer(plain_config(config)).fit()
+    Attributes:
+        role_worker_mapping: role -> worker class; roles that are not in it have their own workers.
+        mapping: role -> pool.
+    """
+
+    def __init__(self) -> None:
+        self.role_worker_mapping: dict[Any, Any] = {}
+        self.mapping: dict[Any, str] = {}
+
+    def add_actor_rollout_worker(self, config: Any) -> tuple[type, type]:
+        """Add the worker class of the actor. Returns it and the class of worker groups."""
+        from verl.single_controller.ray.public import RayWorkerGroup
+        from verl.workers.public import ActorRolloutRefWorker
+
+        self.role_worker_mapping[Role.ActorRollout] = ActorRolloutRefWorker
+        return ActorRolloutRefWorker, RayWorkerGroup
+
+    def add_critic_worker(self, config: Any) -> None:
+        """The critic has its own worker."""
+
+    def add_reward_model_worker(self, config: Any) -> None:
+        """The reward model has its own worker."""
+
+    def add_ref_policy_worker(self, config: Any, ref_policy_cls: type) -> None:
+        """The reference policy has its own worker."""
+
+    def init_resource_pool_mgr(self, config: Any) -> Any:
+        """The pools; None: all devices for all roles, unless the configuration has a placement."""
+
+    def run(self, config: Any) -> None:
+        """Train. config: a DictConfig, or a dictionary."""
+        from verl.trainer.ray_trainer import RayPPOTrainer
+
+        actor, _ = self.add_actor_rollout_worker(config)
+        self.add_critic_worker(config)
+        self.add_reward_model_worker(config)
+        self.add_ref_policy_worker(config, actor)
+        pools = self.init_resource_pool_mgr(config)
+        workers = self.role_worker_mapping
+        RayPPOTrainer(config, role_worker_mapping=workers, resource_pool_manager=pools).fit()
+
+
+def run_ppo(config: Any, task_runner_class: Any = TaskRunner) -> None:
+    """Train with a configuration of public verl. task_runner_class: a TaskRunner, or `ray.remote` of one."""
+    from verl.single_controller.ray.public import class_of
+
+    class_of(task_runner_class)().run(config)
+
+
+def migrate_legacy_reward_impl(config: Any) -> Any:
+    """Return the configuration: older names of reward settings are read as they are."""
+    return config
