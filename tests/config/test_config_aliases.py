@@ -429,3 +429,9 @@ def test_settings_of_memory_and_balance_change_no_result(caplog):
     with caplog.at_level("WARNING", "verl.config"):
         load_config(overrides=[*keys, *more, "algorithm.name=grpo"])
     assert "ignored: 2 keys without effect here" in caplog.text and all(key[:-5] in caplog.text for key in keys)
+
+
+def test_added_settings_of_a_dataset_are_those_of_its_class():
+    added = ["+data.kwargs.template=c.jinja", "+data.dataset=amazon"]
+    config = load_config(overrides=[*added, "data.custom_cls.path=a.py", "data.custom_cls.name=A"])
+    assert config.data.custom_cls.kwargs == {"template": "c.jinja", "dataset": "amazon"}

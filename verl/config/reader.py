@@ -26,6 +26,7 @@ _FREE_SETTINGS = {
     f"{_ACTOR}.policy_loss": f"{_ACTOR}.policy_loss.loss_kwargs",
     "data": "data.custom_cls.kwargs",
     "data.custom_cls": "data.custom_cls.kwargs",
+    "data.kwargs": "data.custom_cls.kwargs",
     "reward": f"{_REWARD}.reward_kwargs",
     _REWARD: f"{_REWARD}.reward_kwargs",
 }
