@@ -21,8 +21,13 @@ if TYPE_CHECKING:
     from verl.protocol import DataProto
 
 
-class DataProtoValidationError(ValueError):
-    """A batch violates its contract. The message names the column, what was expected and found, and the source."""
+class DataProtoValidationError(ValueError, AssertionError, KeyError):
+    """A batch violates its contract. The message names the column, what was expected and found, and the source.
+
+    It is also what public verl raises in these cases: a KeyError or an AssertionError.
+    """
+
+    __str__ = Exception.__str__  # that of KeyError quotes the message
 
 
 @dataclass(frozen=True)

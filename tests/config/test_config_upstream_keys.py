@@ -258,7 +258,7 @@ def test_what_upstream_accepts_and_results_do_not_depend_on(caplog):
 
 
 def test_false_is_not_zero():
-    known = upstream_key("trainer.balance_keep_minibatch", "ppo")
+    known = upstream_key("trainer.v1.sampler.sync_refill_failed_groups", "ppo")
     assert known.accepts(False)
     assert not known.accepts(0)
 

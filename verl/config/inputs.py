@@ -22,6 +22,7 @@ _FILES = ("data.train_files", "data.val_files", "data.path")
 _YAML = ("multi_turn.tool_config_path", "multi_turn.interaction_config_path", "agent.agent_loop_config_path")
 _YAML += ("data.tool_config_path",)
 _CODE = ("multi_turn.function_tool_path", "server.agent.path", "data.function_tool_path", "custom_cls.path")
+_CODE += ("data.sampler.class_path",)
 _CODE += ("custom_reward_function.path", "reward_manager.module.path")
 
 

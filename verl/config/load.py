@@ -252,6 +252,7 @@ CHECKS: dict[type[Schema], tuple[Check, ...]] = {
         algorithm.check_losses,
         run.check_rewards,
         run.check_dataset_class,
+        run.check_sampler,
         run.check_kernels,
         rollout.check_deterministic,
         run.check_adapters,

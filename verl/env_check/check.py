@@ -134,8 +134,8 @@ def check_interfaces(environment: Mapping[str, str] = os.environ) -> list[Check]
     present, checks = [name for _, name in socket.if_nameindex()], []
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if value := environment.get(variable):
-            names, exact = value.lstrip("^=").split(","), "=" in value[:2] or variable.startswith("GLOO")
-            named = {i for i in present if (i in names if exact else i.startswith(tuple(names)))}
+            names, whole = value.lstrip("^=").split(","), "=" in value[:2] or variable.startswith("GLOO")
+            named = {i for i in present if (i in names if whole else i.startswith(tuple(names)))}
             usable = set(present) - named if value.startswith("^") else named
             text = f"{value} matches no network interface of this host ({', '.join(present)})"
             fix = f"unset {variable}   # each process then uses the interface that leads to rank 0"

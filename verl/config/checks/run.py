@@ -131,6 +131,18 @@ def check_dataset_class(config: Config | SFTConfig) -> Iterator[Problem]:
         yield Problem("data.custom_cls.name", f"path is {path!r} and name is {name!r}: set both or neither")
 
 
+def check_sampler(config: Config) -> Iterator[Problem]:
+    """A custom sampler has a file and a name, and is the only source of the order."""
+    sampler = config.data.sampler
+    if (sampler.class_path is None) != (sampler.class_name is None):
+        yield Problem(
+            "data.sampler.class_name",
+            f"class_path is {sampler.class_path!r} and class_name is {sampler.class_name!r}: set both or neither",
+        )
+    if sampler.class_path and config.data.train_weights:
+        yield Problem("data.sampler.class_path", "decides the order, as data.train_weights does: remove one of them")
+
+
 def check_kernels(config: Config) -> Iterator[Problem]:
     """One source of fused kernels per model."""
     policy, critic = config.actor_rollout_ref, config.critic

@@ -266,20 +266,32 @@ def _problems(run: Run, *stages: str) -> Iterator[Problem]:
 
 
 def run_checks(run: Run, stage: str) -> None:
-    """Run the checks of CONFIG, INPUTS or FLOW in order, until one fails.
+    """Run the checks of CONFIG, INPUTS or FLOW in order, until one fails. Those of INPUTS all run.
 
     Raises:
         ConfigError: the problems that a check has found.
-        ValueError: the error of a check, or of a module, file or package that it loads.
+        ValueError: the error of a check, or of a module, file or package that it loads; or several, numbered.
     """
     from verl.tracking.run_record import collected  # imports rich
 
+    failures: list[ValueError] = []
     for check in checks_of(run.config, stage):
-        with collected(run.warnings):
-            problems = [*check(run)]
-        if problems:
-            raise ConfigError(problems)
-        run.passed.append(check.name)
+        try:
+            with collected(run.warnings):
+                problems = [*check(run)]
+            if problems:
+                raise ConfigError(problems)
+        except ValueError as error:
+            failures.append(error)
+            if stage != INPUTS:  # later checks build on it
+                break
+        else:
+            run.passed.append(check.name)
+    if len(failures) > 1:
+        listed = "\n".join(f"  {number}. {error}" for number, error in enumerate(failures, 1))
+        raise ValueError(f"{len(failures)} problems of model and data:\n{listed}") from failures[0]
+    if failures:
+        raise failures[0]
 
 
 # ---- SETTINGS and IMPORTS -------------------------------------------------------------------------------------------

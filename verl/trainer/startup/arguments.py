@@ -57,9 +57,9 @@ def prepare_run(
     if isinstance(reward, str):
         further["reward.reward_function"], reward = reward, None
     files = {"data.train_files": _paths(train_dataset), "data.val_files": _paths(val_dataset)}
-    overrides = _joined(overrides, further | {key: paths for key, paths in files.items() if paths is not None})
+    overrides = with_settings(overrides, further | {key: paths for key, paths in files.items() if paths is not None})
     if model is not None:
-        overrides = _joined(overrides, _write_model(config, overrides, recipe.schema, model, tokenizer))
+        overrides = with_settings(overrides, _write_model(config, overrides, recipe.schema, model, tokenizer))
     train, val = (data if paths is None else None for data, paths in zip((train_dataset, val_dataset), files.values()))
     run = open_run(config, overrides, recipe, base=files_of_datasets(train, val), rows_given=train is not None)
     run.train_dataset, run.val_dataset, run.reward = train, val, reward
@@ -68,7 +68,7 @@ def prepare_run(
     return run
 
 
-def _joined(overrides: Overrides, settings: Mapping[str, Any]) -> Overrides:
+def with_settings(overrides: Overrides, settings: Mapping[str, Any]) -> Overrides:
     """Overrides with further ones, in the form of the ones so far: a dictionary, or "key=value" strings."""
     if not settings:
         return overrides
