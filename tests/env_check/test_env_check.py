@@ -28,6 +28,7 @@ from verl.env_check.packages import (
     check_fsdp2,
     check_optional,
 )
+from verl.processes.isolation.mode import Isolation
 from verl.utils.env_check import check_env, possible_modes
 
 ROOT = Path(__file__).parents[2]
@@ -253,3 +254,10 @@ def test_modes_follow_the_findings():
     assert modes["Ray, one or many hosts"] == "needs Ray" and modes["rollout.name=sglang"] == "needs SGLang"
     broken = possible_modes([*checks, Check("torch", FAULT, "", required=True)])
     assert set(broken.values()) == {"fix torch first"}
+
+
+def test_the_isolation_of_programs_is_a_line_of_the_report(monkeypatch):
+    monkeypatch.setattr(machine, "isolation", lambda: Isolation(problem="bwrap is missing"))
+    line = str(machine.check_isolation())
+    assert line.startswith("[!] programs") and "without bubblewrap (bwrap is missing), programs can" in line
+    assert "apt install bubblewrap" in line

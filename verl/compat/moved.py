@@ -58,7 +58,7 @@ verl.recipe.dpo -> verl.recipe.dpo: offline:flow trainer:main_dpo config:worker
 verl.recipe.prime -> verl.recipe.prime: trainer:main_prime config:worker
 verl.rewards -> verl.rewards: results:outcome model_score:resolve sources:resolve answers:responses
 verl.rewards -> verl.rewards.rules: accuracy choice formats gsm8k maths
-verl.rewards -> verl.rewards.sandbox: assert_program calls code_tests isolation:pool program_boot programs
+verl.rewards -> verl.rewards.sandbox: assert_program calls code_tests isolation:pool
 verl.rewards -> verl.rewards.sandbox: isolation_worker:worker
 verl.rewards.sandbox -> verl.rewards.sandbox: alarm:calls
 verl.rollout -> verl.rollout: gathering:base vision_models:checks stop_strings:request stopping:request

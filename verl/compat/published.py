@@ -152,7 +152,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
     },
     "verl.trainer.constants_ppo": {ANY: "variables of worker processes are set by trainer.worker_env"},
     "verl.utils.torch_dtypes": {ANY: "dtypes are settings: actor.fsdp_config.dtype and model_dtype"},
-    "verl.tools.sandbox_fusion_tools": {ANY: "programs run in the local sandbox: see verl.rewards.sandbox.programs"},
+    "verl.tools.sandbox_fusion_tools": {ANY: "use verl.agents.tools.python_tool.PythonTool, which runs programs here"},
     "verl.utils.reward_score.prime_code.testing_util": {ANY: "tests of programs are run by verl.rewards.sandbox"},
     "verl.utils.tensordict_utils": {ANY: "batches are verl.DataProto, which has these operations as methods"},
     "verl.trainer.config": {

@@ -20,6 +20,7 @@ from typing import Any
 from verl.engines.traits import built_in_strategies
 from verl.env_check import packages
 from verl.env_check.packages import FAULT, NOTE, OK, Check, EnvReport, Probe
+from verl.processes.isolation.mode import isolation
 from verl.rollout.traits import built_in_engines
 from verl.utils.paths import resolved
 
@@ -150,6 +151,13 @@ def check_open_files() -> Check:
     return Check("open files", NOTE, f"{soft}: Ray and many workers need more", f"ulimit -n {reachable}")
 
 
+def check_isolation() -> Check:
+    """How programs are isolated that the policy writes: for the reward `code` and the tool `python`."""
+    mode = isolation()
+    fix = "" if mode.bubblewrap else "apt install bubblewrap   # and allow user namespaces: docs/security.md"
+    return Check("programs", NOTE if mode.weaker else OK, f"isolated by {mode.describe()}", fix)
+
+
 def check_variables(
     environment: Mapping[str, str] = os.environ,
     adapters: Path = Path("/sys/class/infiniband"),
@@ -258,6 +266,7 @@ def inspect_env() -> EnvReport:
         check_disk(),
         check_shared_memory(),
         check_open_files(),
+        check_isolation(),
         *check_variables(),
     ]
     present = tuple(check for check in checks if check is not None)
