@@ -61,6 +61,8 @@ verl.rewards -> verl.rewards.rules: accuracy choice formats gsm8k maths
 verl.rewards -> verl.rewards.sandbox: assert_program calls code_tests isolation:pool
 verl.rewards -> verl.rewards.sandbox: isolation_worker:worker
 verl.rewards.sandbox -> verl.rewards.sandbox: alarm:calls
+verl.rewards -> verl.processes.isolation: program_boot:boot programs:program
+verl.rewards.sandbox -> verl.processes.isolation: program_boot:boot programs:program
 verl.rollout -> verl.rollout: gathering:base vision_models:checks stop_strings:request stopping:request
 verl.rollout.hf -> verl.rollout.hf: factory:engine
 verl.rollout -> verl.rollout.native: native_exact:batch_invariant native_exact_cuda:batch_invariant_cuda

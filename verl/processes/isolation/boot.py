@@ -86,6 +86,7 @@ def confine(readable: list[str], call_filter: bytes) -> None:
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if landlock_abi() > 0:
         restrict_files(libc, landlock_abi(), readable)
+        libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # the run can measure it; other programs cannot read it
     # effective, permitted and inheritable capabilities of root; version 3 of the call
     libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
     if call_filter:
@@ -99,7 +100,9 @@ def run(settings: dict[str, Any]) -> None:
     """Run the program in this process."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for name, limit in settings["resources"].items():
-        resource.setrlimit(getattr(resource, name), (limit, limit + (name == "RLIMIT_CPU")))  # SIGXCPU, then SIGKILL
+        kind = getattr(resource, name)
+        most = resource.getrlimit(kind)[1] % (1 << 63)  # -1: no limit
+        resource.setrlimit(kind, (min(limit, most), min(limit + (name == "RLIMIT_CPU"), most)))  # SIGXCPU, then SIGKILL
     sys.argv = ["program.py", *sys.argv[2:]]
     sys.path += settings["packages"]
     site.setquit()

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from verl.processes.child import descendants, memory_of
+from verl.processes.isolation.boot import landlock_abi
 from verl.processes.isolation.mode import SHARED_MEMORY, Isolation, isolation, warn_about
 
 logger = logging.getLogger("verl.rewards")
@@ -107,11 +108,12 @@ def run_program(
             if not is_alone:
                 (reads, peer_writes), (peer_reads, writes) = os.pipe(), os.pipe()
                 pipes = [(reads, writes), (peer_reads, peer_writes)]
-            for texts, content, ends in zip((arguments, peer_arguments), (stdin, ""), pipes):
-                if texts is not None:
-                    settings = mode.settings(code, _resources(limits, folder), is_alone)
-                    processes.append(_Process(settings, texts, content, ends, limits, mode, folder))
-                    stack.callback(processes[-1].close)
+            settings = mode.settings(code, _resources(limits, folder), is_alone)
+            starts = [(arguments, stdin, pipes[0], limits, mode, folder, subprocess.PIPE)]
+            starts += [] if is_alone else [(peer_arguments, "", pipes[1], limits, mode, folder, subprocess.DEVNULL)]
+            for start in starts:
+                processes.append(_Process(settings, *start))
+                stack.callback(processes[-1].close)
         finally:
             for descriptor in sum(pipes, ()):
                 os.close(descriptor)
@@ -120,26 +122,23 @@ def run_program(
 
 def _wait(processes: "Sequence[_Process]", limits: Limits) -> Finished:
     """Wait until the first process has ended or one exceeds a limit."""
-    deadline, failure = time.monotonic() + limits.seconds, None
-    while True:
+    deadline, failure, is_running = time.monotonic() + limits.seconds, None, True
+    while is_running and failure is None:
         try:
-            outputs = processes[0].popen.communicate(timeout=MEASURE_SECONDS)
-            break
+            outputs, is_running = processes[0].popen.communicate(timeout=MEASURE_SECONDS), False
         except subprocess.TimeoutExpired as error:
-            outputs = [error.stdout or b"", error.stderr or b""]
-        if time.monotonic() >= deadline:
+            outputs = (error.stdout or b"", error.stderr or b"")
+        if max(map(len, outputs)) > limits.output_bytes:
+            failure = f"printed more than {limits.output_bytes} bytes"
+        elif is_running and time.monotonic() >= deadline:
             failure = f"did not end within {limits.seconds:g} s"
-        elif max(map(len, outputs)) <= limits.output_bytes:
+        elif is_running:
             failure = next(filter(None, (process.excess() for process in processes)), None)
-        if failure or max(map(len, outputs)) > limits.output_bytes:
-            break
     status = processes[0].end()
-    if max(map(len, outputs)) > limits.output_bytes:
-        failure = f"printed more than {limits.output_bytes} bytes"
-    if failure is None and status:
-        failure = f"ended by {_SIGNALS[status]}" if status in _SIGNALS else f"ended with exit status {status}"
     if status == 128 + signal.SIGXCPU:
         failure = f"used more than {limits.seconds:g} s of processor time"
+    elif failure is None and status:
+        failure = f"ended by {_SIGNALS[status]}" if status in _SIGNALS else f"ended with exit status {status}"
     return Finished(failure, *(data[: limits.output_bytes].decode("utf-8", errors="replace") for data in outputs))
 
 
@@ -155,6 +154,7 @@ class _Process:
         limits: Limits,
         mode: Isolation,
         folder: str | None,
+        output: int,
     ):
         self._limits, self._folder, self._descriptor = limits, folder, None
         with (
@@ -172,8 +172,8 @@ class _Process:
                 env=mode.environment(folder),
                 cwd=folder,
                 stdin=stdin_file,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
             )
             their_info.close()
@@ -182,7 +182,8 @@ class _Process:
                 self._open_namespace(info)
             if sys.platform == "linux" and not os.getuid():
                 # the kernel does not limit the number of root's processes: they must not stop those that measure
-                os.setpriority(os.PRIO_PGRP, self.popen.pid, NICE)
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    os.setpriority(os.PRIO_PGRP, self.popen.pid, NICE)
 
     def _open_namespace(self, info: BinaryIO) -> None:
         """Find process 1 of the namespace, which bubblewrap names in `info`."""
@@ -191,7 +192,7 @@ class _Process:
             self._descriptor = os.pidfd_open(self._root)
         except (ValueError, OSError) as error:
             self.popen.kill()
-            message = self.popen.communicate()[1].decode(errors="replace").strip()
+            message = (self.popen.communicate()[1] or b"").decode(errors="replace").strip()
             raise OSError(f"bubblewrap cannot start a program: {message or error}") from error
 
     def excess(self) -> str | None:
@@ -209,15 +210,12 @@ class _Process:
         if open_files > MOST_OPEN_FILES:
             return f"had more than {MOST_OPEN_FILES} open files and pipes"
         try:
-            (count, in_memory), on_disk = (
-                self._files_in_memory(),
-                _files_below(self._folder) if self._folder else (0, 0),
-            )
+            (files, in_memory), (files_on_disk, on_disk) = self._files_in_memory(), _files_below(self._folder)
         except OSError:
             return "made folders that cannot be measured"
-        if count + on_disk[0] > MOST_FILES:
+        if files + files_on_disk > MOST_FILES:
             return f"made more than {MOST_FILES} files"
-        if max(in_memory, on_disk[1]) > memory // 2:
+        if max(in_memory, on_disk) > memory // 2:
             return f"wrote more than {memory // 2 >> 20} MiB to files"
         ways = (False, True) if len(pids) <= MOST_READ_PROCESSES else (False,)
         if all(in_memory + memory_of(pids, shared_once) > memory for shared_once in ways):
@@ -251,8 +249,8 @@ class _Process:
     def close(self) -> None:
         """End it."""
         self.end()
-        self.popen.stdout.close()
-        self.popen.stderr.close()
+        for stream in filter(None, (self.popen.stdout, self.popen.stderr)):
+            stream.close()
         if self._descriptor is not None:
             os.close(self._descriptor)
 
@@ -299,12 +297,12 @@ def _open_files(pid: int) -> int:
     try:
         return len(os.listdir(f"/proc/{pid}/fd"))
     except PermissionError:  # the file of the program cannot be read, or it is a zombie, which has no memory
-        return MOST_OPEN_FILES_OF_PROCESS if memory_of([pid]) else 0
+        return MOST_OPEN_FILES_OF_PROCESS if landlock_abi() > 0 and memory_of([pid]) else 0
 
 
-def _files_below(folder: str) -> tuple[int, int]:
+def _files_below(folder: str | None) -> tuple[int, int]:
     """Number and size of the files and folders in a folder. Raises OSError if one of them cannot be read."""
-    count, size, folders = 0, 0, [folder]
+    count, size, folders = 0, 0, [folder] if folder else []
     while folders and count <= MOST_FILES:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folders.pop()) as entries:
             for entry in entries:
