@@ -37,6 +37,8 @@ EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, MAKE_CHAR, MAKE_SOCK, MAKE_BLOCK = (1 
 REFER = FILE_RIGHTS[2]
 RIGHTS_TO_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | FILE_RIGHTS[3] | FILE_RIGHTS[5]
 BIND_OR_CONNECT_TCP, SCOPE_ABSTRACT_UNIX_SOCKETS, SCOPE_SIGNALS = 3, 1, 2
+#: the kernel does not limit the number of root's processes: they must not stop those that measure and end them
+NICE_OF_ROOT = 10
 
 
 def landlock_abi() -> int:
@@ -84,6 +86,7 @@ def confine(readable: list[str], call_filter: bytes) -> None:
     """Drop rights of this process, for good (Linux). call_filter: a program of seccomp; empty: none."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    os.nice(0 if os.getuid() else NICE_OF_ROOT)
     if landlock_abi() > 0:
         restrict_files(libc, landlock_abi(), readable)
         libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # the run can measure it; other programs cannot read it

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from verl.processes.child import descendants, memory_of
-from verl.processes.isolation.boot import landlock_abi
+from verl.processes.isolation.boot import NICE_OF_ROOT, landlock_abi
 from verl.processes.isolation.mode import SHARED_MEMORY, Isolation, isolation, warn_about
 
 logger = logging.getLogger("verl.rewards")
@@ -39,7 +39,6 @@ MEASURE_SECONDS = 0.05  # between two measurements
 MOST_TASKS, MOST_OPEN_FILES, MOST_OPEN_FILES_OF_PROCESS, MOST_FILES = 256, 1024, 256, 4096
 MOST_READ_PROCESSES = 32  # whose shared pages count once: reading them waits for locks of these processes
 _SIGNALS = {128 + number.value: number.name for number in signal.Signals}
-NICE = 19
 _END_SECONDS = 5.0  # for the supervisor (boot.py) to end the processes that a program has left
 
 
@@ -180,16 +179,15 @@ class _Process:
             self._root = self.popen.pid
             if mode.bubblewrap:
                 self._open_namespace(info)
-            if sys.platform == "linux" and not os.getuid():
-                # the kernel does not limit the number of root's processes: they must not stop those that measure
-                with contextlib.suppress(ProcessLookupError):  # it has ended
-                    os.setpriority(os.PRIO_PGRP, self.popen.pid, NICE)
 
     def _open_namespace(self, info: BinaryIO) -> None:
         """Find process 1 of the namespace, which bubblewrap names in `info`."""
         try:
             self._root = json.load(info)["child-pid"]
             self._descriptor = os.pidfd_open(self._root)
+            if not os.getuid():
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    os.setpriority(os.PRIO_PGRP, self.popen.pid, NICE_OF_ROOT)
         except (ValueError, OSError) as error:
             self.popen.kill()
             message = (self.popen.communicate()[1] or b"").decode(errors="replace").strip()
