@@ -122,21 +122,17 @@ class Isolation:
         for path in (*_READABLE, *_interpreter_folders()):
             options += ["--ro-bind-try", path, path]
         for device in _DEVICES:
-            options += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+            options += ["--dev-bind-try", f"/dev/{device}", f"/dev/{device}"]
         options += ["--size", str(most_bytes), "--tmpfs", SHARED_MEMORY]
         options += ["--dir", _FOLDER] if folder is None else ["--bind", folder, _FOLDER]
         for link, target in _LINKS.items():
-            options += ["--symlink", target, link]
+            is_free = not any(path.startswith(f"{link}/") for path in _interpreter_folders())
+            options += ["--symlink", target, link] if is_free else []
         options += [
             "--ro-bind",
             str(_BOOT),
             "/boot.py",
-            "--remount-ro",
-            "/proc",
-            "--remount-ro",
-            "/",
-            "--chdir",
-            _FOLDER,
+            *f"--remount-ro /proc --remount-ro / --chdir {_FOLDER}".split(),
         ]
         return [self.bubblewrap, *options, "--", *python, "/boot.py"]
 
@@ -159,7 +155,8 @@ def _interpreter_folders() -> list[str]:
 def isolation() -> Isolation:
     """The strongest isolation that works here."""
     command = shutil.which("bwrap") if sys.platform == "linux" else None
-    mode = Isolation(command, "" if command else "bwrap is missing: apt install bubblewrap")
+    missing = "bwrap is missing: apt install bubblewrap" if sys.platform == "linux" else "it needs Linux"
+    mode = Isolation(command, "" if command else missing)
     if command and (problem := _problem(mode)):
         mode = Isolation(problem=problem)
     return mode
