@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.rewards.attempts import ATTEMPTS, PROGRAM
 from tests.rewards.modes import MODES, each_mode
+from verl.processes.isolation import system_calls
 from verl.processes.isolation.program import Limits, run_program
 
 pytestmark = [
@@ -61,13 +63,13 @@ def host(tmp_path_factory):
     ):
         udp.bind(("127.0.0.1", 0))
         unix.bind(str(folder / "socket"))
-        abstract.bind("\0verl-attempts")
+        abstract.bind(f"\0verl-{os.getpid()}")
         for server in (tcp, udp, unix, abstract):
             server.setblocking(False)
             if server.type == socket.SOCK_STREAM:
                 server.listen()
         names = {"PORT": tcp.getsockname()[1], "UDP": udp.getsockname()[1], "UNIX": str(folder / "socket")}
-        names |= {"ABSTRACT": "verl-attempts", "FILE": str(folder / "file"), "FOLDER": str(folder)}
+        names |= {"ABSTRACT": f"verl-{os.getpid()}", "FILE": str(folder / "file"), "FOLDER": str(folder)}
         names |= {"VICTIM": victim.pid, "TRAINER": os.getpid(), "PYTHON": sys.executable}
         before = [describe_process(victim.pid), describe_process(os.getpid()), [*map(describe_file, files)]]
         yield names
@@ -109,6 +111,14 @@ def test_the_attempts_are_not_all_errors_of_the_test(mode, results):
     expected = r"(PermissionError|OSError|FileNotFoundError|ProcessLookupError|AssertionError|BlockingIOError|gaierror"
     expected += r"|NotImplementedError|ValueError\('not allowed to raise|killed|NotADirectoryError|FileExistsError)"
     assert {name: text for name, text in results(mode).items() if not re.match(expected, text)} == {}
+
+
+def test_every_allowed_call_exists():
+    """A name with a mistake would refuse a call that programs need."""
+    table = yaml.safe_load(Path(system_calls.__file__).with_suffix(".yaml").read_text())
+    names = " ".join([*table["allowed"].values(), table["signals_to_others"], table["attributes"]]).split()
+    unknown = -1  # of libseccomp; other negative numbers are calls of other architectures
+    assert [name for name in [*names, *table["conditions"]] if number(name) == unknown] == []
 
 
 def test_they_succeed_without_isolation(host, tmp_path):
