@@ -75,10 +75,10 @@ EXHAUST = {
     ),
     "larger pipes": ("import fcntl, os\nfcntl.fcntl(os.pipe()[1], 1031, 1 << 20)", "PermissionError"),
     "open files": ("keep = [open('program.py') for _ in range(300)]", "Too many open files"),
-    "many files": ("import time\nfor i in range(20_000): open(str(i), 'w').close()\ntime.sleep(9)", NO_FILES),
-    "many folders": ("import os, time\nfor i in range(20_000): os.mkdir(str(i))\ntime.sleep(9)", NO_FILES),
+    "many files": ("import time\nfor i in range(6000): open(str(i), 'w').close()\ntime.sleep(9)", NO_FILES),
+    "many folders": ("import os, time\nfor i in range(6000): os.mkdir(str(i))\ntime.sleep(9)", NO_FILES),
     "many links": (
-        "import os, time\nopen('x', 'w')\nfor i in range(20_000): os.symlink('x', str(i))\ntime.sleep(9)",
+        "import os, time\nopen('x', 'w')\nfor i in range(6000): os.symlink('x', str(i))\ntime.sleep(9)",
         NO_FILES,
     ),
     "disk": (FILL.format(folder="."), "No space left", "wrote more than 100 MiB to files"),
