@@ -27,6 +27,7 @@ from verl.env_check.packages import (
     check_fsdp2,
     check_optional,
 )
+from verl.processes.isolation.mode import Isolation
 from verl.utils.env_check import check_env, possible_modes
 
 ROOT = Path(__file__).parents[2]
@@ -215,3 +216,10 @@ def test_network_interfaces_that_variables_name(variable, value, state):
     (check,) = check_interfaces({variable: value})
     assert check.state == state and (state == OK or f"unset {variable}" in check.fix)
     assert check_interfaces({}) == []
+
+
+def test_the_isolation_of_programs_is_a_line_of_the_report(monkeypatch):
+    monkeypatch.setattr(machine, "isolation", lambda: Isolation(problem="bwrap is missing"))
+    line = str(machine.check_isolation())
+    assert line.startswith("[!] programs") and "without bubblewrap (bwrap is missing), programs can" in line
+    assert "apt install bubblewrap" in line

@@ -19,6 +19,7 @@ from typing import Any
 from verl.engines.traits import built_in_strategies
 from verl.env_check import packages
 from verl.env_check.packages import FAULT, NOTE, OK, Check, EnvReport, Probe
+from verl.processes.isolation.mode import isolation
 from verl.rollout.traits import built_in_engines
 from verl.utils.paths import resolved
 
@@ -143,6 +144,13 @@ def check_interfaces(environment: Mapping[str, str] = os.environ) -> list[Check]
     return checks
 
 
+def check_isolation() -> Check:
+    """How programs are isolated that the policy writes: for the reward `code` and the tool `python`."""
+    mode = isolation()
+    fix = "" if mode.bubblewrap else "apt install bubblewrap   # and allow user namespaces: docs/security.md"
+    return Check("programs", NOTE if mode.weaker else OK, f"isolated by {mode.describe()}", fix)
+
+
 # ---- the check ------------------------------------------------------------------------------------------------------
 
 #: mode -> checks that it needs
@@ -199,6 +207,7 @@ def inspect_env() -> EnvReport:
         *packages.check_optional(probes),
         check_disk(),
         check_shared_memory(),
+        check_isolation(),
         *check_interfaces(),
     ]
     present = tuple(check for check in checks if check is not None)
