@@ -20,11 +20,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from verl.modeling.fp8 import Fp8Linear, has_kernels, quantize_weights
 from verl.modeling.moe import keeps_float_weights, normalizes_weights
 from verl.modeling.vision import is_vision_config, language_model_of
 from verl.rollout.native.decoder import (
     ACTIVATIONS,
     Decoder,
+    Fp8Projection,
     Layer,
     Projection,
     Rope,
@@ -105,8 +107,8 @@ def is_readable(name: str, settings: Mapping[str, Any], module: nn.Module | None
     """
     family = FAMILIES.get(name)
     parts = () if module is None else module.named_modules()
-    if any(type(part) is not nn.Linear for path, part in parts if path.rpartition(".")[2] in _PROJECTIONS):
-        return False  # quantized, or wrapped by an adapter
+    if any(type(part) not in (nn.Linear, Fp8Linear) for path, part in parts if path.rpartition(".")[2] in _PROJECTIONS):
+        return False  # quantized by others, or wrapped by an adapter
     return (
         family is not None
         and settings[family.activation] in ACTIVATIONS
@@ -139,8 +141,9 @@ def read_decoder(
     transposed = head.device.type == "cpu" and sum(p.nbytes for p in module.parameters()) <= transpose_limit
     dtype = head.dtype if dtype is None else dtype
     stream_dtype = torch.promote_types(head.dtype, dtype)
-    # in 16 bits, folding would round once more, and there are no 16-bit complex numbers
-    folded = transposed and dtype == stream_dtype and dtype in (torch.float32, torch.float64)
+    # in 16 bits, folding would round once more, and there are no 16-bit complex numbers; codes are those of training
+    is_fp8 = isinstance(trunk.layers[0].self_attn.o_proj, Fp8Linear)
+    folded = transposed and not is_fp8 and dtype == stream_dtype and dtype in (torch.float32, torch.float64)
     known = config.to_dict()
     types = config.layer_types if family.window == "layer_types" else [None] * len(trunk.layers)
     rope_types = sorted(set(types)) if family.rope_per_type else [None]
@@ -295,6 +298,8 @@ class _Reader:
         layers = [_linear(name, linear) for name, linear in linears.items()]
         weights = [layer.weight for layer in layers]
         biases = [layer.bias for layer in layers if layer.bias is not None]
+        if isinstance(layers[0], Fp8Linear):
+            return self._fp8(weights, biases)
         if order is None:
             bias = self._joint(biases) if biases else None
         else:
@@ -304,6 +309,17 @@ class _Reader:
         if factor is not None:
             matrix *= factor[:, None]
         return Projection(matrix, bias)
+
+    def _fp8(self, weights: list[nn.Parameter], biases: list[nn.Parameter]) -> Fp8Projection:
+        emulated = not has_kernels(weights, self.dtype)
+        codes, scales, _ = quantize_weights(weights, self.dtype, emulated)
+        transposed = self.transposed and emulated
+        matrix = self._copy([codes], codes.dtype, transposed)
+        return Fp8Projection(
+            matrix if transposed else matrix.t(),
+            self._joint(biases) if biases else None,
+            None if emulated else self._copy([scales], scales.dtype),
+        )
 
     def mlp(self, mlp: nn.Module, factor: torch.Tensor | None) -> tuple[Projection, Projection]:
         """The projections of an MLP. factor: see `norm_before`."""

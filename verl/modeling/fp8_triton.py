@@ -1,0 +1,169 @@
+"""Triton kernels of FP8 linear layers: quantization to E4M3, and the GEMM of quantized operands. See `fp8`.
+
+M rows (tokens), N output features, K input features.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 128
+_BLOCK = tl.constexpr(BLOCK)
+#: groups of a row that a program quantizes
+_GROUPS = 8
+#: shares of a sum that are computed side by side, and the tile of one
+_SPLITS = 8
+#: rows up to which shares are faster than one GEMM
+SPLIT_ROWS = 128
+_TILE = {"BM": 64, "BN": 128, "num_warps": 4, "num_stages": 4}
+
+
+@triton.jit
+def power_of_two_scale(amax):
+    """(scale, 1 / scale): the smallest power of two with amax / scale <= 448, the largest E4M3 number. NaN if infinite.
+
+    amax is m * 2^e with 1 <= m < 2, and 448 is 1.75 * 2^8: the exponent of the scale is e - 8, or e - 7 if m > 1.75.
+    """
+    bits = amax.to(tl.int32, bitcast=True)
+    exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 1)
+    scale = tl.where(bits >= 0x7F800000, float("nan"), (exponent << 23).to(tl.float32, bitcast=True))
+    return scale, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def quantized_groups(x, GROUPS: tl.constexpr):
+    """x (GROUPS * 128,) float32 -> codes (GROUPS, 128), scales (GROUPS,)."""
+    x = tl.reshape(x, (GROUPS, _BLOCK))
+    scale, inverse = power_of_two_scale(tl.max(tl.abs(x), 1))
+    return (x * inverse[:, None]).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def store_groups(x, codes, scales, row, padded, first, K: tl.constexpr, GROUPS: tl.constexpr):
+    """Quantize x (GROUPS * 128,) float32, columns from 128 * `first` of a row.
+
+    codes (rows, K); scales (K / 128, padded).
+    """
+    q, scale = quantized_groups(x, GROUPS)
+    group = first + tl.arange(0, GROUPS)
+    mask = group < K // _BLOCK
+    columns = group[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    tl.store(codes + row.to(tl.int64) * K + columns, q, mask=mask[:, None])
+    tl.store(scales + group * padded + row, scale, mask=mask)
+
+
+@triton.jit(do_not_specialize=["padded"])
+def _quantize_rows(x, codes, scales, padded, K: tl.constexpr, GROUPS: tl.constexpr):
+    """x (rows, K) -> codes (rows, K), scales (K / 128, padded). Grid (rows, K / 128 / GROUPS rounded up)."""
+    row, first = tl.program_id(0), tl.program_id(1) * GROUPS
+    column = first * _BLOCK + tl.arange(0, GROUPS * _BLOCK)
+    v = tl.load(x + row.to(tl.int64) * K + column, mask=column < K, other=0.0).to(tl.float32)
+    store_groups(v, codes, scales, row, padded, first, K, GROUPS)
+
+
+@triton.jit(do_not_specialize=["padded"])
+def _dequantize_rows(codes, scales, x, padded, K: tl.constexpr, GROUPS: tl.constexpr):
+    """The inverse of `_quantize_rows`, in the dtype of x."""
+    row, first = tl.program_id(0), tl.program_id(1) * GROUPS
+    column = first * _BLOCK + tl.arange(0, GROUPS * _BLOCK)
+    at = row.to(tl.int64) * K + column
+    scale = tl.load(scales + (column // _BLOCK) * padded + row, mask=column < K, other=0.0)
+    v = tl.load(codes + at, mask=column < K, other=0.0).to(tl.float32) * scale
+    tl.store(x + at, v.to(x.dtype.element_ty), mask=column < K)
+
+
+@triton.jit
+def _quantize_weight(weight, codes, scales, K, width, DTYPE: tl.constexpr):
+    """weight (N, K), rounded to DTYPE first -> codes (N, K), scales (N / 128, width). Grid (N / 128, K / 128)."""
+    i, j = tl.program_id(0), tl.program_id(1)
+    n, k = i * _BLOCK + tl.arange(0, _BLOCK), j * _BLOCK + tl.arange(0, _BLOCK)
+    at = n.to(tl.int64)[:, None] * K + k[None, :]
+    v = tl.load(weight + at).to(DTYPE).to(tl.float32)
+    scale, inverse = power_of_two_scale(tl.max(tl.max(tl.abs(v), 1), 0))
+    tl.store(codes + at, (v * inverse).to(tl.float8e4nv))
+    tl.store(scales + i * width + j, scale)
+
+
+@triton.jit(do_not_specialize=["rows", "padded"])
+def _split_matmul(a, b, a_scales, b_scales, out, rows, padded, width, N, K, BM: tl.constexpr, BN: tl.constexpr):
+    """out[s] (rows, N) float32 = the share s of a b^T, of codes a (rows, K), b (N, K). Grid (row tiles, N / BN, splits).
+
+    a_scales (K / 128, padded); b_scales (N / 128, width). Sums of 128 terms by the tensor cores are added in float32.
+    """
+    i, j, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    m, n, k = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN), tl.arange(0, _BLOCK)
+    row = m % rows  # rows beyond the last are computed and not stored
+    groups = K // _BLOCK
+    first, last = split * groups // splits, (split + 1) * groups // splits
+    at_a = a + row.to(tl.int64)[:, None] * K + (first * _BLOCK + k)[None, :]
+    at_b = b + n.to(tl.int64)[None, :] * K + (first * _BLOCK + k)[:, None]
+    a_scales += first * padded + row
+    b_scales += j * BN // _BLOCK * width + first
+    scale = tl.load(a_scales) * tl.load(b_scales)
+    total = tl.zeros([BM, BN], tl.float32)
+    for group in range(first, last):
+        # the scales of the next group are loaded before the dot that they would wait for
+        step = group + 1 < last
+        a_scales += tl.where(step, padded, 0)
+        b_scales += tl.where(step, 1, 0)
+        next_scale = tl.load(a_scales) * tl.load(b_scales)
+        total += tl.dot(tl.load(at_a), tl.load(at_b)) * scale[:, None]
+        scale = next_scale
+        at_a += _BLOCK
+        at_b += _BLOCK
+    at = out + (split * rows + m.to(tl.int64))[:, None] * N + n[None, :]
+    tl.store(at, total, mask=(m < rows)[:, None])
+
+
+# ---- launches -------------------------------------------------------------------------------------------------------
+
+
+def empty_rows(rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the codes (M, K) and scales (K / 128, M) of `rows` rows, with M padded to a multiple of 4."""
+    padded = rows + -rows % 4
+    codes = torch.empty(padded, width, dtype=torch.float8_e4m3fn, device=device)
+    return codes, torch.empty(width // BLOCK, padded, dtype=torch.float32, device=device)
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of x (M, K)."""
+    rows, width = x.shape
+    codes, scales = empty_rows(rows, width, x.device)
+    if rows:
+        grid = (rows, triton.cdiv(width // BLOCK, _GROUPS))
+        _quantize_rows[grid](x, codes, scales, scales.shape[1], K=width, GROUPS=_GROUPS, num_warps=4)
+    return codes, scales
+
+
+def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """The values (M, K) of the first `rows` rows."""
+    width = codes.shape[1]
+    x = torch.empty(rows, width, dtype=dtype, device=codes.device)
+    if rows:
+        grid = (rows, triton.cdiv(width // BLOCK, _GROUPS))
+        _dequantize_rows[grid](codes, scales, x, scales.shape[1], K=width, GROUPS=_GROUPS, num_warps=4)
+    return x
+
+
+def quantize_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (N, K) and scales (N / 128, K / 128, the columns padded to a multiple of 4) of a weight."""
+    height, width = (size // BLOCK for size in weight.shape)
+    codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+    scales = torch.zeros(height, width + -width % 4, dtype=torch.float32, device=weight.device)
+    rounding = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
+    _quantize_weight[(height, width)](
+        weight.contiguous(), codes, scales, weight.shape[1], scales.shape[1], DTYPE=rounding, num_warps=8
+    )
+    return codes, scales
+
+
+def split_matmul(
+    codes: torch.Tensor, scales: torch.Tensor, rows: int, weight: torch.Tensor, weight_scales: torch.Tensor
+) -> torch.Tensor:
+    """Partial sums (splits, M, N) float32 of a matmul with `rows` rows, up to SPLIT_ROWS."""
+    outputs, width = weight.shape
+    out = torch.empty(_SPLITS, rows, outputs, dtype=torch.float32, device=codes.device)
+    _split_matmul[(triton.cdiv(rows, _TILE["BM"]), outputs // _TILE["BN"], _SPLITS)](
+        codes, weight, scales, weight_scales, out, rows, scales.shape[1], weight_scales.shape[1], outputs, width, **_TILE
+    )
+    return out
