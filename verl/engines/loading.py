@@ -19,7 +19,6 @@ from verl.engines.memory import HOST
 from verl.engines.parallel import sharded_layers
 from verl.modeling import attention, vision
 from verl.modeling.casting import autocast_dtype
-from verl.modeling.fp8 import use_fp8
 from verl.modeling.huggingface import LMHead, load_pretrained, needs_trust, read_config, trunk_of
 from verl.modeling.layers import Kernels
 from verl.modeling.log_probs import token_statistics
@@ -144,13 +143,13 @@ def load_module(spec: ModelSpec) -> nn.Module:
             module = _with_head(auto.from_config(hf, dtype=spec.model_dtype, **build), spec)
     else:
         module = _from_pretrained(auto, spec, hf, build)
-    module, has_codes = _with_attention(module, spec), spec.section.quantization == "nf4"
-    if not has_codes:
+    module, has_4_bits = _with_attention(module, spec), spec.section.quantization == "nf4"
+    if not has_4_bits:
         module = module.to(spec.device)
     if not spec.random_init:
         _check_finite(module, spec.section.path)
-    if not has_codes:
-        return _with_adapters(_with_fp8(module, spec), spec)
+    if not has_4_bits:
+        return _with_adapters(module, spec)
     from verl.engines import lora, quantization
 
     names = list(lora.adaptable_layers(module))
@@ -178,11 +177,7 @@ def empty_module(spec: ModelSpec) -> nn.Module:
     auto, hf, build = _recipe(spec)
     with torch.device("meta"):
         module = _with_attention(_with_head(auto.from_config(hf, dtype=spec.model_dtype, **build), spec), spec)
-        return _with_adapters(_with_fp8(module, spec), spec)
-
-
-def _with_fp8(module: nn.Module, spec: ModelSpec) -> nn.Module:
-    return use_fp8(module) if spec.section.quantization == "fp8" else module
+        return _with_adapters(module, spec)
 
 
 def _with_attention(module: nn.Module, spec: ModelSpec) -> nn.Module:

@@ -1,8 +1,8 @@
 """Linear layers in FP8 (E4M3), with one quantization for training, log-probs and generation.
 
 A weight has one scale for a block of 128 x 128 elements, an input one for 128 elements of a row, as in DeepSeek-V3
-(arXiv 2412.19437). If only the rollout computes in FP8, the policy that samples is not the one that is trained, and long
-responses collapse (Jet-RL, arXiv 2601.14243): here both multiply the same codes.
+(arXiv 2412.19437). If only the rollout computes in FP8, the policy that samples is not the one that is trained, and
+training on long responses collapses (Jet-RL, arXiv 2601.14243): here both multiply the same codes.
 
 The scales are powers of two. So the value of a code is a bf16 number too, a weight that has such values keeps them when
 it is quantized again, and a matmul of values in bf16 emulates the GEMM of codes: that is what devices without this GEMM
@@ -120,6 +120,10 @@ def matmul(x: Quantized, weight: Quantized, bias: torch.Tensor | None = None) ->
     """x (M, K) weight^T (K, N) + bias (N,) -> (M, N), bf16; emulated in the dtype of the values."""
     if x.scales is None:
         return F.linear(x.codes, weight.codes, bias)
+    from verl.modeling import fp8_triton
+
+    if x.rows <= fp8_triton.FEW_ROWS:
+        return fp8_triton.matmul_few_rows(*x, weight.codes, weight.scales, bias)
     y = F.scaled_mm(
         x.codes,
         weight.codes.t(),

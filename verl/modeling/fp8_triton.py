@@ -6,16 +6,16 @@ M rows (tokens), N output features, K input features.
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 BLOCK = 128
 _BLOCK = tl.constexpr(BLOCK)
 #: groups of a row that a program quantizes
 _GROUPS = 8
-#: shares of a sum that are computed side by side, and the tile of one
-_SPLITS = 8
-#: rows up to which shares are faster than one GEMM
-SPLIT_ROWS = 128
-_TILE = {"BM": 64, "BN": 128, "num_warps": 4, "num_stages": 4}
+#: rows up to which `matmul_few_rows` is faster than cuBLAS, and up to which it is with SPLITS shares of the sums
+FEW_ROWS, FEW_SPLIT_ROWS, SPLITS = 64, 128, 4
+#: columns of a tile
+_COLUMNS = 64
 
 
 @triton.jit
@@ -85,34 +85,34 @@ def _quantize_weight(weight, codes, scales, K, width, DTYPE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "padded"])
-def _split_matmul(a, b, a_scales, b_scales, out, rows, padded, width, N, K, BM: tl.constexpr, BN: tl.constexpr):
-    """out[s] (rows, N) float32 = the share s of a b^T, of codes a (rows, K), b (N, K). Grid (row tiles, N / BN, splits).
+def _few_rows(a, b, a_scales, b_scales, bias, out, rows, padded, width, N, K, BM: tl.constexpr, BN: tl.constexpr,
+              SPLITS: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+    """out (SPLITS, rows, N) = shares of the sums of a b^T + bias, of codes a (rows, K), b (N, K).
 
-    a_scales (K / 128, padded); b_scales (N / 128, width). Sums of 128 terms by the tensor cores are added in float32.
+    a, b: tensor descriptors of blocks (BM, 128) and (BN, 128). a_scales (K / 128, padded); b_scales (N / 128, width).
+    The sums of 128 terms by the tensor cores are added in float32. Grid (row tiles, N / BN, SPLITS).
     """
-    i, j, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    m, n, k = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN), tl.arange(0, _BLOCK)
-    row = m % rows  # rows beyond the last are computed and not stored
-    groups = K // _BLOCK
-    first, last = split * groups // splits, (split + 1) * groups // splits
-    at_a = a + row.to(tl.int64)[:, None] * K + (first * _BLOCK + k)[None, :]
-    at_b = b + n.to(tl.int64)[None, :] * K + (first * _BLOCK + k)[:, None]
-    a_scales += first * padded + row
+    i, j, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    m, n = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN)
+    inside = m < rows
+    first, last = split * (K // _BLOCK) // SPLITS, (split + 1) * (K // _BLOCK) // SPLITS
+    a_scales += first * padded + tl.where(inside, m, 0)
     b_scales += j * BN // _BLOCK * width + first
     scale = tl.load(a_scales) * tl.load(b_scales)
     total = tl.zeros([BM, BN], tl.float32)
     for group in range(first, last):
-        # the scales of the next group are loaded before the dot that they would wait for
+        # the next scales are loaded before the dot, which would wait for them
         step = group + 1 < last
         a_scales += tl.where(step, padded, 0)
         b_scales += tl.where(step, 1, 0)
         next_scale = tl.load(a_scales) * tl.load(b_scales)
-        total += tl.dot(tl.load(at_a), tl.load(at_b)) * scale[:, None]
+        codes = b.load([j * BN, group * _BLOCK])
+        total += tl.dot(a.load([i * BM, group * _BLOCK]), codes.T) * scale[:, None]
         scale = next_scale
-        at_a += _BLOCK
-        at_b += _BLOCK
-    at = out + (split * rows + m.to(tl.int64))[:, None] * N + n[None, :]
-    tl.store(at, total, mask=(m < rows)[:, None])
+    if BIAS:
+        total += tl.load(bias + n).to(tl.float32)[None, :]
+    at = out + (split * rows + m).to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=inside[:, None])
 
 
 # ---- launches -------------------------------------------------------------------------------------------------------
@@ -157,13 +157,25 @@ def quantize_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Ten
     return codes, scales
 
 
-def split_matmul(
-    codes: torch.Tensor, scales: torch.Tensor, rows: int, weight: torch.Tensor, weight_scales: torch.Tensor
+def matmul_few_rows(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    rows: int,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    splits: int = 1,
 ) -> torch.Tensor:
-    """Partial sums (splits, M, N) float32 of a matmul with `rows` rows, up to SPLIT_ROWS."""
-    outputs, width = weight.shape
-    out = torch.empty(_SPLITS, rows, outputs, dtype=torch.float32, device=codes.device)
-    _split_matmul[(triton.cdiv(rows, _TILE["BM"]), outputs // _TILE["BN"], _SPLITS)](
-        codes, weight, scales, weight_scales, out, rows, scales.shape[1], weight_scales.shape[1], outputs, width, **_TILE
+    """`fp8.matmul` with up to FEW_ROWS rows, (M, N) bf16; with `splits`, shares of its sums (splits, M, N) float32."""
+    (outputs, width), tile_rows = weight.shape, 64 if rows <= FEW_ROWS else 128
+    shape, dtype = ((rows, outputs), torch.bfloat16) if splits == 1 else ((splits, rows, outputs), torch.float32)
+    out = torch.empty(shape, dtype=dtype, device=codes.device)
+    _few_rows[(triton.cdiv(rows, tile_rows), outputs // _COLUMNS, splits)](
+        TensorDescriptor.from_tensor(codes, [tile_rows, BLOCK]),
+        TensorDescriptor.from_tensor(weight, [_COLUMNS, BLOCK]),
+        *(scales, weight_scales, out if bias is None else bias, out),
+        *(rows, scales.shape[1], weight_scales.shape[1], outputs, width),
+        **{"BM": tile_rows, "BN": _COLUMNS, "SPLITS": splits, "BIAS": bias is not None, "num_warps": 4},
+        num_stages=4,
     )
     return out

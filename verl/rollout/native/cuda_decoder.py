@@ -364,9 +364,9 @@ class CudaDecoder(GraphDecoder, Layers):
         separate reduction kernel."""
         if isinstance(projection, Fp8Projection):
             x = projection.quantized(x)
-            if x.scales is None or projection.bias is not None or x.rows > fp8_triton.SPLIT_ROWS:
+            if x.scales is None or x.rows > fp8_triton.FEW_SPLIT_ROWS or projection.bias is not None:
                 return projection(x)
-            return fp8_triton.split_matmul(*x, *projection.weight[:2])
+            return fp8_triton.matmul_few_rows(*x, *projection.weight[:2], splits=fp8_triton.SPLITS)
         rows, (width, outputs) = len(x), projection.matrix.shape
         tiles = triton.cdiv(rows, 64) * triton.cdiv(outputs, 64)
         narrow = x.dtype in (torch.bfloat16, torch.float16) and projection.bias is None
