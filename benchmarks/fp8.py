@@ -4,16 +4,17 @@
     python benchmarks/fp8.py learning --seeds 1 2 3 --out FILE.json    # any machine: a tiny model
 
 `decode`: tokens per second of `rollout.name=native`, prompts included, and the bytes of the weights that it reads.
-`update`: seconds of an update (policy loss, AdamW) and of a forward pass (log-probs) with layers of the same shape, with
-activations kept and computed again.
+`update`: seconds of an update (policy loss, AdamW) and of a forward pass (log-probs) with layers of the same shape, of
+which the activations are kept, or computed again.
 `mismatch`: the difference between the log-probs that the rollout reports and those that the training engine computes
-for the same tokens with the same weights, without a correction.
+for the same tokens with the same weights, without a correction; also for a rollout in FP8 beside training in bf16.
 `learning`: GRPO on the task `reverse` of the quickstart, from the same start for each seed.
 
 Both runs of a measurement have the same weights, prompts and sizes; seconds are medians after a warm-up.
 """
 
 import argparse
+import copy
 import gc
 import json
 import statistics
@@ -22,11 +23,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -96,35 +98,46 @@ def weight_bytes(decoder: Decoder) -> int:
 
 def decode(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
     sizes = SHAPES[args.shape]
+    params = SamplingParams(args.new, (), seed=1, ignore_eos=True)
     for rows in args.rows:
-        params = SamplingParams(args.new, (), seed=1, ignore_eos=True)
         requests = make_requests(prompts_of(rows, args.prompt, sizes["vocab_size"]), params)
-        for quantization in DTYPES:
-            torch.manual_seed(0)
-            with device:
-                config = AutoConfig.for_model("qwen2", **sizes)
-                module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-            engine = NativeRollout(use_fp8(module) if quantization else module)
-            with torch.inference_mode():
-                seconds = median_seconds(lambda engine=engine: engine.generate(requests))
-            weights = weight_bytes(engine.decoder)
-            del engine, module
-            free()
-            yield {
-                "measure": "decode",
-                "shape": args.shape,
-                "quantization": quantization,
-                "rows": rows,
-                "prompt": args.prompt,
-                "new": args.new,
-                "seconds": round(seconds, 3),
-                "tokens_per_second": round(rows * args.new / seconds),
-                "weight_gib": round(weights / GIB, 2),
-            }
+        for deterministic in (False, True) if rows == args.rows[0] else (False,):
+            for quantization in DTYPES:
+                with tempfile.TemporaryDirectory() as folder:
+                    engine = make_engine(Path(folder), sizes, quantization, device, None, deterministic)
+                rollout = rollout_of(engine, engine.module)
+                with torch.inference_mode():
+                    seconds = median_seconds(partial(rollout.generate, requests), repeats=2)
+                weights = None if deterministic else round(weight_bytes(rollout.decoder) / GIB, 2)
+                del engine, rollout
+                free()
+                yield {
+                    "measure": "decode",
+                    "shape": args.shape,
+                    "quantization": quantization,
+                    "deterministic": deterministic,
+                    "rows": rows,
+                    "prompt": args.prompt,
+                    "new": args.new,
+                    "seconds": round(seconds, 3),
+                    "tokens_per_second": round(rows * args.new / seconds),
+                    "weight_gib": weights,
+                }
+
+
+def rollout_of(engine: TorchEngine, module: torch.nn.Module) -> NativeRollout:
+    """The native engine on a module, in the dtype and with the forward pass of a training engine."""
+    compute = engine.model_spec.compute_dtype
+    return NativeRollout(module, dtype=None if compute == module.dtype else compute, forward=engine.model_forward())
 
 
 def make_engine(
-    folder: Path, sizes: dict, quantization: str | None, device: torch.device, checkpointing: bool | None
+    folder: Path,
+    sizes: dict,
+    quantization: str | None,
+    device: torch.device,
+    checkpointing: bool | None,
+    deterministic: bool = False,
 ) -> TorchEngine:
     """A training engine with random weights; without an optimizer if checkpointing is None."""
     torch.manual_seed(0)
@@ -133,7 +146,7 @@ def make_engine(
         path=str(folder), quantization=quantization, enable_gradient_checkpointing=bool(checkpointing)
     )
     optimizer = None if checkpointing is None else schema.OptimConfig(lr=1e-6)
-    spec = EngineSpec("causal_lm", section, optimizer=optimizer, device=device)
+    spec = EngineSpec("causal_lm", section, optimizer=optimizer, device=device, deterministic=deterministic)
     return TorchEngine(spec, model=replace(resolve_model(spec), random_init=True))
 
 
@@ -181,28 +194,37 @@ def update(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str,
 
 
 def mismatch(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Training and rollout in bf16, both in FP8, both in FP8 with `rollout.deterministic`, and only the rollout."""
     sizes = SHAPES[args.shape]
-    for quantization in DTYPES:
+    prompts = prompts_of(args.mismatch_rows, args.prompt, sizes["vocab_size"])
+    params = SamplingParams(args.new, (), seed=1, ignore_eos=True)
+    for training, generation, deterministic in (
+        (None, None, False),
+        ("fp8", "fp8", False),
+        ("fp8", "fp8", True),
+        (None, "fp8", False),
+    ):
         with tempfile.TemporaryDirectory() as folder:
-            engine = make_engine(Path(folder), sizes, quantization, device, None)
-        compute = engine.model_spec.compute_dtype
-        rollout = NativeRollout(engine.module, dtype=None if compute == engine.module.dtype else compute)
-        rows = args.mismatch_rows
-        prompts = prompts_of(rows, args.prompt, sizes["vocab_size"])
+            engine = make_engine(Path(folder), sizes, training, device, None, deterministic)
+        module = engine.module
+        if generation != training:
+            module = use_fp8(copy.deepcopy(module).to(engine.model_spec.compute_dtype))
+        rollout = rollout_of(engine, module)
         with torch.inference_mode():
-            params = SamplingParams(args.new, (), seed=1, ignore_eos=True)
             completions = rollout.generate(make_requests(prompts, params))
         rollout.free()
         columns = build_sequences(prompts, [each.token_ids for each in completions], pad_token_id=0)
         batch = DataProto.from_dict(columns)
         trained = engine.infer(batch, ("log_probs",), MicroBatching(tokens=args.micro_tokens))["log_probs"]
         difference = trained - torch.tensor([each.log_probs for each in completions])
-        del engine, rollout
+        del engine, rollout, module
         free()
         yield {
             "measure": "mismatch",
             "shape": args.shape,
-            "quantization": quantization,
+            "training": training,
+            "rollout": generation,
+            "deterministic": deterministic,
             "tokens": difference.numel(),
             "mean": difference.abs().mean().item(),
             "max": difference.abs().max().item(),
@@ -213,9 +235,31 @@ def mismatch(args: argparse.Namespace, device: torch.device) -> Iterator[dict[st
 
 
 def learning(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    from benchmarks.learning import METHODS, run
+    from benchmarks.learning import Curve, learn, method_of, overrides, start_model
 
-    raise NotImplementedError
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        start = start_model("reverse", folder)
+        for seed in args.seeds:
+            for quantization in DTYPES:
+                curve, out = Curve("reverse", "grpo", seed), folder / f"{quantization}-{seed}"
+                common = overrides("reverse", start, folder / "reverse-start" / "data", out, args.steps, seed)
+                more = [f"actor_rollout_ref.model.quantization={quantization or 'null'}"]
+                more += [f"actor_rollout_ref.{role}.fsdp_config.dtype=bf16" for role in ("actor", "ref")]
+                method = method_of("grpo")
+                learn(method, curve, [*common, *method.settings, *more])
+                lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+                differences = [step.get("rollout/logprob_gap_mean") for step in map(json.loads, lines)]
+                yield {
+                    "measure": "learning",
+                    "quantization": quantization,
+                    "seed": seed,
+                    "steps": args.steps,
+                    "reward_first_10": round(statistics.mean(curve.reward[:10]), 4),
+                    "reward_last_10": round(statistics.mean(curve.reward[-10:]), 4),
+                    "accuracy": curve.accuracy[-1][1],
+                    "mismatch": max(filter(None, differences)),
+                }
 
 
 MEASURES = {"decode": decode, "update": update, "mismatch": mismatch, "learning": learning}
@@ -231,6 +275,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=384, help="tokens of a response")
     parser.add_argument("--update-tokens", type=int, default=32768)
     parser.add_argument("--micro-tokens", type=int, default=8192)
+    parser.add_argument("--steps", type=int, default=60, help="of `learning`")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of `learning`")
     parser.add_argument("--out", type=Path, help="write the record to this file")
     return parser.parse_args()

@@ -255,6 +255,7 @@ CHECKS: dict[type[Schema], tuple[Check, ...]] = {
         run.check_kernels,
         rollout.check_deterministic,
         run.check_adapters,
+        run.check_fp8,
         megatron.check_megatron_settings,
         rollout.check_router_replay,
     ),
@@ -264,6 +265,7 @@ CHECKS: dict[type[Schema], tuple[Check, ...]] = {
         run.check_dataset_class,
         batch.check_sft_ranks,
         run.check_adapters,
+        run.check_fp8,
         megatron.check_megatron_settings,
     ),
 }

@@ -89,8 +89,7 @@ class TorchEngine(TrainEngine):
         self.model_parallel_rank = self.sharding.model_parallel_rank
         trains = spec.optimizer is not None
         self.module = self.sharding.build(self.model_spec) if module is None else checked(module, self.model_spec)
-        if spec.model.quantization == "fp8":  # after `checked`: rounding makes differences of the last bit large
-            use_fp8(self.module)
+        use_fp8(self.module, spec.model.quantization)  # after `checked`: rounding enlarges differences of the last bit
         self.model = TokenModel(self.module, self.model_spec)
         self.packs = is_packed(self.module)
         if spec.model.use_remove_padding and not self.packs and self.sharding.is_first_rank:

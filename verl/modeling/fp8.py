@@ -15,6 +15,7 @@ input is a GEMM of codes too, that of the weight one of values.
 M rows (tokens), N output features, K input features.
 """
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from verl.modeling.linear import WeightCache, compute_dtype, parameter_gradients
 from verl.modeling.vision import language_model_of
 
 BLOCK = 128
+logger = logging.getLogger("verl.modeling")
 
 
 class Quantized(NamedTuple):
@@ -98,22 +100,8 @@ def transposed(weight: Quantized) -> Quantized:
     codes, scales, _ = weight
     if scales is None:
         return Quantized(codes.t())
-    scales = scales[:, : codes.shape[1] // BLOCK].t()
-    return Quantized(codes.view(torch.uint8).t().contiguous().view(codes.dtype), pad_columns(scales))
-
-
-def pad_columns(scales: torch.Tensor) -> torch.Tensor:
-    """Pad the columns to a multiple of 4, as the GEMM requires."""
-    return F.pad(scales, (0, -scales.shape[1] % 4)).contiguous()
-
-
-def values_of(x: Quantized, dtype: torch.dtype) -> torch.Tensor:
-    """The values of quantized rows, (M, K)."""
-    if x.scales is None:
-        return x.codes
-    from verl.modeling import fp8_triton
-
-    return fp8_triton.dequantize_rows(*x, dtype)
+    scales = F.pad(scales[:, : codes.shape[1] // BLOCK].t(), (0, -len(scales) % 4)).contiguous()
+    return Quantized(codes.view(torch.uint8).t().contiguous().view(codes.dtype), scales)
 
 
 def matmul(x: Quantized, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -150,17 +138,20 @@ class Fp8Matmul(torch.autograd.Function):
         ctx.save_for_backward(*inputs[:2] if any(ctx.needs_input_grad[4:]) else (None, None))
         bias = cache.concatenated(biases, dtype) if biases else None
         y = matmul(inputs, _weight(cache, weights, dtype, ctx.emulated), bias)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], y.shape[1])
 
     @staticmethod
     def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gx, (x_dtype, dtype) = None, ctx.dtypes
         g = g.reshape(-1, g.shape[-1])
-        inputs = Quantized(*ctx.saved_tensors, len(g))
+        x, scales = ctx.saved_tensors
         if ctx.needs_input_grad[0]:
             weight = _weight(ctx.cache, ctx.weights, dtype, ctx.emulated, is_transposed=True)
             gx = matmul(quantize_rows(g, ctx.emulated), weight).view(ctx.shape).to(x_dtype)
-        x = None if inputs.codes is None else values_of(inputs, dtype)
+        if scales is not None:
+            from verl.modeling import fp8_triton
+
+            x = fp8_triton.dequantize_rows(x, scales, len(g), dtype)
         return gx, None, None, None, *parameter_gradients(ctx, g, x)
 
 
@@ -185,17 +176,22 @@ class Fp8Linear(nn.Linear):
         return Fp8Matmul.apply(x, compute_dtype(x, self.weight), self.cache, 1, self.weight, *biases)
 
 
-def use_fp8(module: nn.Module) -> nn.Module:
-    """Let the linear layers in the decoder layers of a HuggingFace model compute in FP8, in place.
+def use_fp8(module: nn.Module, quantization: str | None = "fp8") -> nn.Module:
+    """Let the linear layers in the decoder layers of a HuggingFace model compute in FP8, in place. Returns the module.
 
     Other modules keep their dtype: the embedding, the head, norms, routers, experts and a vision tower.
 
-    Raises:
-        ValueError: the model has no such layers.
+    Args:
+        quantization: the key of the `model` section; nothing changes unless it is "fp8".
     """
+    if quantization != "fp8":
+        return module
     layers = [each for each in language_model_of(module).layers.modules() if type(each) is nn.Linear]
-    if not layers:
-        raise ValueError(f"model.quantization=fp8: {type(module).__name__} has no linear layers in its decoder layers")
     for layer in layers:
         layer.__class__ = Fp8Linear
+    supported = has_kernels([layer.weight for layer in layers], torch.bfloat16)
+    how = (
+        "in FP8" if supported else "with the values of FP8, in another dtype: FP8 needs a Hopper GPU and sizes in 128s"
+    )
+    logger.info("quantization=fp8: %s parameters compute %s", sum(layer.weight.numel() for layer in layers), how)
     return module

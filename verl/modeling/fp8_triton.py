@@ -20,22 +20,11 @@ _COLUMNS = 64
 
 @triton.jit
 def power_of_two_scale(amax):
-    """(scale, 1 / scale): the smallest power of two with amax / scale <= 448, the largest E4M3 number. NaN if infinite.
-
-    amax is m * 2^e with 1 <= m < 2, and 448 is 1.75 * 2^8: the exponent of the scale is e - 8, or e - 7 if m > 1.75.
-    """
+    """The scale of `fp8.power_of_two_scale`, and 1 / scale."""
     bits = amax.to(tl.int32, bitcast=True)
     exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 1)
     scale = tl.where(bits >= 0x7F800000, float("nan"), (exponent << 23).to(tl.float32, bitcast=True))
     return scale, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def quantized_groups(x, GROUPS: tl.constexpr):
-    """x (GROUPS * 128,) float32 -> codes (GROUPS, 128), scales (GROUPS,)."""
-    x = tl.reshape(x, (GROUPS, _BLOCK))
-    scale, inverse = power_of_two_scale(tl.max(tl.abs(x), 1))
-    return (x * inverse[:, None]).to(tl.float8e4nv), scale
 
 
 @triton.jit
@@ -44,11 +33,12 @@ def store_groups(x, codes, scales, row, padded, first, K: tl.constexpr, GROUPS: 
 
     codes (rows, K); scales (K / 128, padded).
     """
-    q, scale = quantized_groups(x, GROUPS)
+    x = tl.reshape(x, (GROUPS, _BLOCK))
+    scale, inverse = power_of_two_scale(tl.max(tl.abs(x), 1))
     group = first + tl.arange(0, GROUPS)
     mask = group < K // _BLOCK
     columns = group[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    tl.store(codes + row.to(tl.int64) * K + columns, q, mask=mask[:, None])
+    tl.store(codes + row.to(tl.int64) * K + columns, (x * inverse[:, None]).to(tl.float8e4nv), mask=mask[:, None])
     tl.store(scales + group * padded + row, scale, mask=mask)
 
 
@@ -110,7 +100,7 @@ def _few_rows(a, b, a_scales, b_scales, bias, out, rows, padded, width, N, K, BM
         total += tl.dot(a.load([i * BM, group * _BLOCK]), codes.T) * scale[:, None]
         scale = next_scale
     if BIAS:
-        total += tl.load(bias + n).to(tl.float32)[None, :]
+        total = total.to(bias.dtype.element_ty).to(tl.float32) + tl.load(bias + n).to(tl.float32)[None, :]
     at = out + (split * rows + m).to(tl.int64)[:, None] * N + n[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=inside[:, None])
 

@@ -11,14 +11,12 @@ N: tokens; I: input features; O: output features of all fused layers.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from verl.modeling import layers_cpu
-
-Kept = TypeVar("Kept")
 
 
 class WeightCache:
@@ -53,13 +51,19 @@ class WeightCache:
         """The parameters (o_i, ...) as one tensor (O, ...) of a dtype."""
         if len(parameters) == 1 and parameters[0].dtype == dtype:
             return parameters[0].detach()
-        return self.kept(tuple(map(id, parameters)), lambda: concatenated(parameters, dtype))
 
-    def kept(self, key: tuple, make: Callable[[], Kept]) -> Kept:
+        def cast() -> torch.Tensor:
+            rows = sum(p.shape[0] for p in parameters)
+            result = parameters[0].new_empty((rows, *parameters[0].shape[1:]), dtype=dtype, requires_grad=False)
+            for chunk, parameter in zip(result.split([p.shape[0] for p in parameters]), parameters):
+                chunk.copy_(parameter.detach())
+            return result
+
+        return self.kept(tuple(map(id, parameters)), cast)
+
+    def kept(self, key: tuple, make: Callable[[], Any]) -> Any:
         """`make()`, which depends on the weights; while they are kept, that of the first call with this key."""
-        if key in self._kept:
-            return self._kept[key]
-        value = make()
+        value = self._kept[key] if key in self._kept else make()
         if self._keeps:
             self._kept[key] = value
         return value
@@ -91,15 +95,6 @@ class WeightCache:
         self._gradients[tuple(map(id, parameters))] = gradient
         for chunk, parameter in zip(gradient.split([p.shape[0] for p in parameters]), parameters):
             parameter.grad = chunk
-
-
-def concatenated(parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Copies of the parameters (o_i, ...) as one tensor (O, ...) of a dtype."""
-    rows = sum(p.shape[0] for p in parameters)
-    cast = parameters[0].new_empty((rows, *parameters[0].shape[1:]), dtype=dtype, requires_grad=False)
-    for chunk, parameter in zip(cast.split([p.shape[0] for p in parameters]), parameters):
-        chunk.copy_(parameter.detach())
-    return cast
 
 
 def layer_functions(x: torch.Tensor) -> ModuleType:
@@ -186,10 +181,7 @@ class FusedLinear(torch.autograd.Function):
 def parameter_gradients(ctx: Any, g: torch.Tensor, x: torch.Tensor | None) -> list[torch.Tensor | None]:
     """The gradients of `ctx.weights`, then of `ctx.biases`; None if they are accumulated in `ctx.cache`.
 
-    Args:
-        ctx: of an autograd function of fused linear layers.
-        g: (..., O), of the output.
-        x: (..., I), the input; None if the parameters are not trained.
+    ctx: of fused linear layers. g: (..., O), of the output. x: (..., I), the input; None if parameters are not trained.
     """
     cache, weights, biases = ctx.cache, ctx.weights, ctx.biases
     if x is None:

@@ -57,7 +57,7 @@ def empty_module(
     module.tie_weights()  # each got separate memory
     for name, buffer in buffers:
         module.get_buffer(name).copy_(buffer)
-    return _with_fp8(use_vision_attention(module), model).eval()
+    return use_fp8(use_vision_attention(module), model.quantization).eval()
 
 
 def load_module(
@@ -73,11 +73,7 @@ def load_module(
         except ImportError as error:
             raise ImportError("model.lora_adapter_path needs peft: pip install peft") from error
         module = PeftModel.from_pretrained(module, model.lora_adapter_path).merge_and_unload()
-    return _with_fp8(use_vision_attention(module), model).requires_grad_(False).eval()
-
-
-def _with_fp8(module: nn.Module, model: schema.ModelConfig) -> nn.Module:
-    return use_fp8(module) if model.quantization == "fp8" else module
+    return use_fp8(use_vision_attention(module), model.quantization).requires_grad_(False).eval()
 
 
 def parameter_shapes(model: schema.ModelConfig) -> dict[str, torch.Size]:

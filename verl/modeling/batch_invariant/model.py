@@ -25,20 +25,11 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.activations import ACT2FN
 
+from verl.modeling import fp8
 from verl.modeling.attention import packed_attention
 from verl.modeling.batch_invariant import chunked
 from verl.modeling.batch_invariant.attention import Attend, attend_rows
 from verl.modeling.batch_invariant.chunked import Scores, elementwise
-from verl.modeling.fp8 import (
-    BLOCK,
-    Fp8Linear,
-    Quantized,
-    has_kernels,
-    matmul,
-    quantize_rows,
-    quantize_weights,
-    rounded,
-)
 from verl.modeling.linear import compute_dtype
 from verl.modeling.log_probs import logit_statistics
 from verl.modeling.packing import Packing
@@ -130,27 +121,27 @@ class _Fp8Linear(_Linear):
 
     def computed(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
         weights, bias = [self.module.weight], self.module.bias
-        codes, scales, _ = quantize_weights(weights, dtype, emulated=not has_kernels(weights, dtype))
+        codes, scales, _ = fp8.quantize_weights(weights, dtype, emulated=not fp8.has_kernels(weights, dtype))
         return codes, scales, bias if bias is None else bias.detach().to(dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.module.weight, self.module.bias
         dtype = compute_dtype(x, weight)
         x = x.to(dtype)
-        if has_kernels([weight], dtype):
+        if fp8.has_kernels([weight], dtype):
             if self.cast is None:
-                return Fp8Linear.forward(self.module, x)
+                return fp8.Fp8Linear.forward(self.module, x)
             codes, scales, bias = self.cast
-            inputs = quantize_rows(x.reshape(-1, x.shape[-1]), emulated=False)
-            return matmul(inputs, Quantized(codes, scales), bias).view(*x.shape[:-1], -1)
-        values = self.cast[0] if self.cast else straight_through(weight.to(dtype), BLOCK)
+            inputs = fp8.quantize_rows(x.reshape(-1, x.shape[-1]), emulated=False)
+            return fp8.matmul(inputs, fp8.Quantized(codes, scales), bias).view(*x.shape[:-1], -1)
+        values = self.cast[0] if self.cast else straight_through(weight.to(dtype), fp8.BLOCK)
         rows = straight_through(x.reshape(-1, x.shape[-1]), 1)
         return linear(rows, values, bias if bias is None else bias.to(dtype)).view(*x.shape[:-1], -1)
 
 
 def straight_through(x: torch.Tensor, rows: int) -> torch.Tensor:
     """`fp8.rounded`, with the gradient of x."""
-    return with_gradient_of(lambda x: x, partial(rounded, rows=rows), x)
+    return with_gradient_of(lambda x: x, partial(fp8.rounded, rows=rows), x)
 
 
 def _activation(standard: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -171,7 +162,7 @@ def use_batch_invariant(module: nn.Module) -> None:
         name = type(child).__name__
         if type(child) is nn.Linear:
             child.forward = _Linear(child)
-        elif isinstance(child, Fp8Linear):
+        elif isinstance(child, fp8.Fp8Linear):
             child.forward = _Fp8Linear(child)
         elif isinstance(child, _ACTIVATIONS):
             child.forward = partial(_activation, child.forward)

@@ -122,6 +122,7 @@ def read_decoder(
     transpose_limit: int = TRANSPOSE_LIMIT,
     reuse: Decoder | None = None,
     tp: TensorParallel = ALONE,
+    quantized: bool = True,
 ) -> Decoder:
     """Read `module` (see `is_readable`) as a `Decoder` over its parameters.
 
@@ -131,6 +132,7 @@ def read_decoder(
         transpose_limit: see TRANSPOSE_LIMIT.
         reuse: an earlier result, whose memory is reused for copies.
         tp: the ranks that hold the model.
+        quantized: quantize the layers that compute in FP8; otherwise only the sizes of the result are valid.
 
     Raises:
         ValueError: an unsupported rotary variant, wrapped projections, sharded parameters.
@@ -142,7 +144,7 @@ def read_decoder(
     dtype = head.dtype if dtype is None else dtype
     stream_dtype = torch.promote_types(head.dtype, dtype)
     # in 16 bits, folding would round once more, and there are no 16-bit complex numbers; codes are those of training
-    is_fp8 = isinstance(trunk.layers[0].self_attn.o_proj, Fp8Linear)
+    is_fp8 = quantized and isinstance(trunk.layers[0].self_attn.o_proj, Fp8Linear)
     folded = transposed and not is_fp8 and dtype == stream_dtype and dtype in (torch.float32, torch.float64)
     known = config.to_dict()
     types = config.layer_types if family.window == "layer_types" else [None] * len(trunk.layers)
@@ -151,7 +153,7 @@ def read_decoder(
     pairs = _pairs(head_dim, 2 * len(ropes[0].inverse_frequencies)) if folded else None
     heads = config.num_attention_heads // tp.size, max(1, config.num_key_value_heads // tp.size)
     old = reuse.copies if reuse is not None else ()
-    reader = _Reader(family, dtype, stream_dtype, transposed, *heads, pairs, old, tp)
+    reader = _Reader(family, dtype, stream_dtype, transposed, *heads, pairs, old, tp, is_fp8)
     rope_of = {kind: rope_types.index(kind) if family.rope_per_type else 0 for kind in types}
     norm, factor = reader.norm_before(trunk.norm.weight)
     return Decoder(
@@ -227,6 +229,7 @@ class _Reader:
     pairs: torch.Tensor | None
     old: Sequence[torch.Tensor]
     tp: TensorParallel
+    is_fp8: bool
     copies: list[torch.Tensor] = field(default_factory=list)
 
     def _copy(self, parts: list[torch.Tensor], dtype: torch.dtype, transposed: bool = False) -> torch.Tensor:
@@ -298,7 +301,7 @@ class _Reader:
         layers = [_linear(name, linear) for name, linear in linears.items()]
         weights = [layer.weight for layer in layers]
         biases = [layer.bias for layer in layers if layer.bias is not None]
-        if isinstance(layers[0], Fp8Linear):
+        if self.is_fp8 and isinstance(layers[0], Fp8Linear):
             return self._fp8(weights, biases)
         if order is None:
             bias = self._joint(biases) if biases else None
