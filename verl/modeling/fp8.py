@@ -9,8 +9,8 @@ it is quantized again, and a matmul of values in bf16 emulates the GEMM of codes
 compute. Weights are rounded to the dtype of the computation first, since that is what sharded ranks and rollout engines
 receive.
 
-The gradients are those of the rounded operands (straight-through: rounding has the derivative 1). The gradient of the
-input is a GEMM of codes too, that of the weight one of values.
+Rounding has the derivative 1 (straight-through): the gradient of the input is a GEMM of codes too, that of the weight
+one of the inputs before rounding, which has less noise.
 
 M rows (tokens), N output features, K input features.
 """
@@ -95,13 +95,16 @@ def quantize_weights(weights: Sequence[torch.Tensor], dtype: torch.dtype, emulat
     return Quantized(*(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (codes, scales)))
 
 
-def transposed(weight: Quantized) -> Quantized:
-    """A weight (N, K) as (K, N)."""
+def transposed(weight: Quantized, weights: Sequence[torch.Tensor], dtype: torch.dtype) -> Quantized:
+    """`quantize_weights` as a matrix (K, N). weight: its result."""
     codes, scales, _ = weight
     if scales is None:
         return Quantized(codes.t())
+    from verl.modeling import fp8_triton
+
     scales = F.pad(scales[:, : codes.shape[1] // BLOCK].t(), (0, -len(scales) % 4)).contiguous()
-    return Quantized(codes.view(torch.uint8).t().contiguous().view(codes.dtype), scales)
+    columns = [fp8_triton.quantize_weight(each.detach().t(), dtype)[0] for each in weights]
+    return Quantized(columns[0] if len(columns) == 1 else torch.cat(columns, 1), scales)
 
 
 def matmul(x: Quantized, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -135,7 +138,7 @@ class Fp8Matmul(torch.autograd.Function):
         ctx.shape, ctx.emulated = x.shape, not has_kernels(weights, dtype)
         flat = x.reshape(-1, x.shape[-1]).to(dtype)
         inputs = quantize_rows(flat, ctx.emulated)
-        ctx.save_for_backward(*inputs[:2] if any(ctx.needs_input_grad[4:]) else (None, None))
+        ctx.save_for_backward(flat if any(ctx.needs_input_grad[4:]) else None)
         bias = cache.concatenated(biases, dtype) if biases else None
         y = matmul(inputs, _weight(cache, weights, dtype, ctx.emulated), bias)
         return y.view(*x.shape[:-1], y.shape[1])
@@ -144,14 +147,10 @@ class Fp8Matmul(torch.autograd.Function):
     def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gx, (x_dtype, dtype) = None, ctx.dtypes
         g = g.reshape(-1, g.shape[-1])
-        x, scales = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         if ctx.needs_input_grad[0]:
             weight = _weight(ctx.cache, ctx.weights, dtype, ctx.emulated, is_transposed=True)
             gx = matmul(quantize_rows(g, ctx.emulated), weight).view(ctx.shape).to(x_dtype)
-        if scales is not None:
-            from verl.modeling import fp8_triton
-
-            x = fp8_triton.dequantize_rows(x, scales, len(g), dtype)
         return gx, None, None, None, *parameter_gradients(ctx, g, x)
 
 
@@ -161,7 +160,9 @@ def _weight(
     """The quantized weights as one matrix, (N, K) or transposed; while they are fixed, quantized once."""
     key = ("fp8", *map(id, weights))
     weight = cache.kept(key, partial(quantize_weights, weights, dtype, emulated))
-    return cache.kept((*key, "transposed"), partial(transposed, weight)) if is_transposed else weight
+    if is_transposed:
+        return cache.kept((*key, "transposed"), partial(transposed, weight, weights, dtype))
+    return weight
 
 
 class Fp8Linear(nn.Linear):

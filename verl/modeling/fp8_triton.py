@@ -51,26 +51,18 @@ def _quantize_rows(x, codes, scales, padded, K: tl.constexpr, GROUPS: tl.constex
     store_groups(v, codes, scales, row, padded, first, K, GROUPS)
 
 
-@triton.jit(do_not_specialize=["padded"])
-def _dequantize_rows(codes, scales, x, padded, K: tl.constexpr, GROUPS: tl.constexpr):
-    """The inverse of `_quantize_rows`, in the dtype of x."""
-    row, first = tl.program_id(0), tl.program_id(1) * GROUPS
-    column = first * _BLOCK + tl.arange(0, GROUPS * _BLOCK)
-    at = row.to(tl.int64) * K + column
-    scale = tl.load(scales + (column // _BLOCK) * padded + row, mask=column < K, other=0.0)
-    v = tl.load(codes + at, mask=column < K, other=0.0).to(tl.float32) * scale
-    tl.store(x + at, v.to(x.dtype.element_ty), mask=column < K)
-
-
 @triton.jit
-def _quantize_weight(weight, codes, scales, K, width, DTYPE: tl.constexpr):
-    """weight (N, K), rounded to DTYPE first -> codes (N, K), scales (N / 128, width). Grid (N / 128, K / 128)."""
+def _quantize_weight(weight, codes, scales, to_row, to_column, K, width, DTYPE: tl.constexpr):
+    """weight (N, K), rounded to DTYPE first -> codes (N, K), scales (N / 128, width). Grid (N / 128, K / 128).
+
+    to_row, to_column: the strides of weight.
+    """
     i, j = tl.program_id(0), tl.program_id(1)
     n, k = i * _BLOCK + tl.arange(0, _BLOCK), j * _BLOCK + tl.arange(0, _BLOCK)
-    at = n.to(tl.int64)[:, None] * K + k[None, :]
-    v = tl.load(weight + at).to(DTYPE).to(tl.float32)
+    source = weight + n.to(tl.int64)[:, None] * to_row + k.to(tl.int64)[None, :] * to_column
+    v = tl.load(source).to(DTYPE).to(tl.float32)
     scale, inverse = power_of_two_scale(tl.max(tl.max(tl.abs(v), 1), 0))
-    tl.store(codes + at, (v * inverse).to(tl.float8e4nv))
+    tl.store(codes + n.to(tl.int64)[:, None] * K + k[None, :], (v * inverse).to(tl.float8e4nv))
     tl.store(scales + i * width + j, scale)
 
 
@@ -125,16 +117,6 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, scales
 
 
-def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """The values (M, K) of the first `rows` rows."""
-    width = codes.shape[1]
-    x = torch.empty(rows, width, dtype=dtype, device=codes.device)
-    if rows:
-        grid = (rows, triton.cdiv(width // BLOCK, _GROUPS))
-        _dequantize_rows[grid](codes, scales, x, scales.shape[1], K=width, GROUPS=_GROUPS, num_warps=4)
-    return x
-
-
 def quantize_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (N, K) and scales (N / 128, K / 128, the columns padded to a multiple of 4) of a weight."""
     height, width = (size // BLOCK for size in weight.shape)
@@ -142,7 +124,7 @@ def quantize_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Ten
     scales = torch.zeros(height, width + -width % 4, dtype=torch.float32, device=weight.device)
     rounding = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
     _quantize_weight[(height, width)](
-        weight.contiguous(), codes, scales, weight.shape[1], scales.shape[1], DTYPE=rounding, num_warps=8
+        weight, codes, scales, *weight.stride(), weight.shape[1], scales.shape[1], DTYPE=rounding, num_warps=8
     )
     return codes, scales
 
@@ -160,6 +142,8 @@ def matmul_few_rows(
     (outputs, width), tile_rows = weight.shape, 64 if rows <= FEW_ROWS else 128
     shape, dtype = ((rows, outputs), torch.bfloat16) if splits == 1 else ((splits, rows, outputs), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=codes.device)
+    if not rows:
+        return out
     _few_rows[(triton.cdiv(rows, tile_rows), outputs // _COLUMNS, splits)](
         TensorDescriptor.from_tensor(codes, [tile_rows, BLOCK]),
         TensorDescriptor.from_tensor(weight, [_COLUMNS, BLOCK]),
