@@ -1,6 +1,7 @@
 """FP8 linear layers: the numbers of E4M3, their gradients, and which layers have them."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.engines import ranks
 from tests.engines.ranks import MIXTURES, OPTIMIZER, make_batch, make_engine, make_spec, qwen2, save_model, train
 from verl.config import load_config
 from verl.config.errors import ConfigError
-from verl.config.schema import ModelConfig
+from verl.config.schema import GenerationConfig, ModelConfig
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
 from verl.engines.quantization import check_quantization
@@ -233,6 +234,14 @@ def test_what_is_not_supported_is_refused(settings, problem):
     load_config(overrides=model)
     with pytest.raises(ConfigError, match=f"{problem}.*not supported with model.quantization=fp8: use "):
         load_config(overrides=[*model, *settings])
+
+
+def test_generation_alone_refuses_other_engines_too():
+    settings = ["model.path=x", "data.path=x.parquet", "data.output_path=y.parquet", "model.quantization=fp8"]
+    read = partial(load_config, schema=GenerationConfig)
+    assert read(overrides=[*settings, "rollout.name=native"]).model.quantization == "fp8"
+    with pytest.raises(ConfigError, match=r"rollout\.name.*not supported with model.quantization=fp8: use 'native'"):
+        read(overrides=[*settings, "rollout.name=vllm"])
 
 
 def test_families_that_were_not_tried_are_refused(tmp_path):

@@ -259,7 +259,7 @@ CHECKS: dict[type[Schema], tuple[Check, ...]] = {
         megatron.check_megatron_settings,
         rollout.check_router_replay,
     ),
-    GenerationConfig: (batch.check_generation_ranks,),
+    GenerationConfig: (batch.check_generation_ranks, run.check_fp8),
     SFTConfig: (
         *_RUN,
         run.check_dataset_class,

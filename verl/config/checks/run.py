@@ -10,6 +10,7 @@ from verl.config.fields import Schema, Section, derived_fields, differences, fla
 from verl.config.public.upstream import upstream_engines
 from verl.config.schema.megatron import MegatronConfig
 from verl.config.schema.model import EngineConfig, ModelConfig
+from verl.config.schema.offline import GenerationConfig
 from verl.config.schema.ppo import Config
 from verl.config.schema.sft import SFTConfig
 from verl.engines.traits import built_in_strategies, strategy_traits
@@ -167,18 +168,21 @@ _FP8 |= {"dtype": ("auto", "bf16", "bfloat16", "fp32", "float32")}
 """Key of a model or of its engines -> the values that `model.quantization=fp8` supports."""
 
 
-def check_fp8(config: Config | SFTConfig) -> Iterator[Problem]:
+def check_fp8(config: Config | SFTConfig | GenerationConfig) -> Iterator[Problem]:
     """Settings that `model.quantization=fp8` does not support."""
     values: dict[str, tuple[Any, tuple]] = {}
     sections: dict[str, Section] = {}
-    for role in (role for role in model_roles(config) if role.model.quantization == "fp8"):
-        sections |= {role.model_key: role.model, role.engine_key: role.engine}
-        names = tuple(name for name, traits in built_in_strategies().items() if traits.model_parallel is False)
-        values[f"{role.prefix or 'engine.'}strategy"] = role.strategy, names
-        if role.name == "actor" and isinstance(config, Config):
-            key, rollout = "actor_rollout_ref.rollout", config.actor_rollout_ref.rollout
-            sections[key] = rollout
-            values[f"{key}.name"] = rollout.name, tuple(n for n, traits in built_in_engines().items() if traits.fp8)
+    generates_only = isinstance(config, GenerationConfig)
+    for role in [] if generates_only else model_roles(config):
+        if role.model.quantization == "fp8":
+            sections |= {role.model_key: role.model, role.engine_key: role.engine}
+            names = tuple(name for name, traits in built_in_strategies().items() if traits.model_parallel is False)
+            values[f"{role.prefix or 'engine.'}strategy"] = role.strategy, names
+    policy = config if generates_only else getattr(config, "actor_rollout_ref", None)
+    if policy is not None and policy.model.quantization == "fp8":
+        key = "rollout" if generates_only else "actor_rollout_ref.rollout"
+        sections[key] = policy.rollout
+        values[f"{key}.name"] = policy.rollout.name, tuple(n for n, each in built_in_engines().items() if each.fp8)
     for key, section in sections.items():
         values |= {f"{key}.{name}": (section[name], _FP8[name]) for name in _FP8.keys() & type(section).model_fields}
     for key, (value, supported) in values.items():
