@@ -90,6 +90,8 @@ SHARDED = "rollout.name=native needs unsharded parameters; {} is sharded: gather
 TRANSPOSE_LIMIT = 1 << 30
 
 
+#: dtypes in which matrices are folded: in 16 bits that would round once more, and there are no 16-bit complex numbers
+_FOLDED = (torch.float32, torch.float64)
 #: names of the projections that `_Reader` reads
 _PROJECTIONS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
@@ -138,15 +140,12 @@ def read_decoder(
         ValueError: an unsupported rotary variant, wrapped projections, sharded parameters.
     """
     config, trunk, family = module.config.get_text_config(), language_model_of(module), FAMILIES[type(module).__name__]
-    head_dim = trunk.layers[0].self_attn.head_dim
-    head = module.lm_head.weight
+    head, head_dim = module.lm_head.weight, trunk.layers[0].self_attn.head_dim
     transposed = head.device.type == "cpu" and sum(p.nbytes for p in module.parameters()) <= transpose_limit
     dtype = head.dtype if dtype is None else dtype
     stream_dtype = torch.promote_types(head.dtype, dtype)
-    # in 16 bits, folding would round once more, and there are no 16-bit complex numbers; codes are those of training
     is_fp8 = quantized and isinstance(trunk.layers[0].self_attn.o_proj, Fp8Linear)
-    folded = transposed and not is_fp8 and dtype == stream_dtype and dtype in (torch.float32, torch.float64)
-    known = config.to_dict()
+    folded = transposed and not is_fp8 and dtype == stream_dtype and dtype in _FOLDED
     types = config.layer_types if family.window == "layer_types" else [None] * len(trunk.layers)
     rope_types = sorted(set(types)) if family.rope_per_type else [None]
     ropes = tuple(_rope(trunk.rotary_emb, config, kind) for kind in rope_types)
@@ -167,11 +166,11 @@ def read_decoder(
         head_dim=head_dim,
         eps=config.rms_norm_eps,
         scaling=1.0 if folded else trunk.layers[0].self_attn.scaling,
-        activation=known[family.activation],
+        activation=config.to_dict()[family.activation],
         # rounded as the model rounds it
         embedding_scale=float(torch.tensor(math.sqrt(config.hidden_size), dtype=stream_dtype)) if family.gemma else 1.0,
         attention_softcap=config.attn_logit_softcapping if family.softcaps else None,
-        final_softcap=known.get("final_logit_softcapping"),
+        final_softcap=config.to_dict().get("final_logit_softcapping"),
         **dict(zip(("max_positions", "max_positions_reason"), position_limit(config))),
         copies=reader.copies,
         folded=folded,
