@@ -142,6 +142,20 @@ def test_fused_plain_and_padded_layers_compute_the_same_model(path):
             assert torch.allclose(trained[name][key], value, atol=2e-4), (name, key)
 
 
+@pytest.mark.parametrize(
+    "dtypes", [{"dtype": "bf16"}, {"model_dtype": "bf16", "dtype": "fp32"}, {"model_dtype": "bf16", "dtype": "bf16"}]
+)
+def test_weights_of_another_dtype_are_trained(path, dtypes):
+    """The weights of FP8 layers change as those of the layers around them do."""
+    engine = make_engine(path, OPTIMIZER, quantization="fp8", **dtypes)
+    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    expected = log_probs(engine)
+    assert (log_probs(engine, MicroBatching(rows=1)) - expected).abs().max() < 0.05
+    train(engine, make_batch(), MicroBatching(rows=4), steps=1)
+    changed = {name: (value - before[name]).abs().mean() for name, value in engine.module.state_dict().items()}
+    assert min(value for name, value in changed.items() if "proj.weight" in name) > 1e-3, changed
+
+
 def test_a_run_resumes_and_exports_the_trained_weights(path, tmp_path):
     contents = ("model", "optimizer", "extra")
     engine = make_engine(path, OPTIMIZER, quantization="fp8")

@@ -134,6 +134,8 @@ class Fp8Matmul(torch.autograd.Function):
         ctx, x: torch.Tensor, dtype: torch.dtype, cache: WeightCache, layers: int, *parameters: nn.Parameter
     ) -> torch.Tensor:
         weights, biases = parameters[:layers], parameters[layers:]
+        if not isinstance(weights[0], nn.Parameter):  # a cast (`modeling.casting`), which is another one in every call
+            cache = WeightCache()
         ctx.cache, ctx.weights, ctx.biases, ctx.dtypes = cache, weights, biases, (x.dtype, dtype)
         ctx.shape, ctx.emulated = x.shape, not has_kernels(weights, dtype)
         flat = x.reshape(-1, x.shape[-1]).to(dtype)

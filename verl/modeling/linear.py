@@ -188,7 +188,8 @@ def parameter_gradients(ctx: Any, g: torch.Tensor, x: torch.Tensor | None) -> li
         return [None] * (len(weights) + len(biases))
     g, x = g.flatten(0, -2), x.flatten(0, -2)
     bias_gradient = _column_sums(g).to(biases[0].dtype) if biases else None
-    if cache.accumulates_gradients:
+    # torch has no GEMM on a CPU that accumulates 16 bits in float32
+    if cache.accumulates_gradients and (g.is_cuda or g.dtype == weights[0].dtype):
         cache.accumulate_matmul(weights, g, x)
         if bias_gradient is not None:
             cache.accumulate(biases, bias_gradient)
