@@ -21,8 +21,10 @@ from verl.engines.torch_engine import TorchEngine
 from verl.modeling import fp8
 from verl.modeling.fp8 import BLOCK, Fp8Linear, power_of_two_scale, rounded, use_fp8
 from verl.protocol import DataProto
+from verl.rollout.loading import empty_module
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.request import SamplingParams, make_requests
+from verl.weight_sync import ModuleReceiver
 
 ALL = MicroBatching()
 #: all finite numbers of E4M3, from its definition: sign, 4 bits of exponent with bias 7, 3 bits of mantissa
@@ -186,7 +188,10 @@ def test_an_input_without_rows_is_an_empty_output():
     assert layer(torch.zeros(0, 8)).shape == F.linear(torch.zeros(0, 8), layer.weight).shape
 
 
-@pytest.mark.parametrize("keys", [{}, {"ulysses_sequence_parallel_size": 2}])
+SP = {"ulysses_sequence_parallel_size": 2}
+
+
+@pytest.mark.parametrize("keys", [{}, pytest.param(SP, marks=pytest.mark.slow)])
 def test_ranks_give_the_numbers_of_one_device(path, keys):
     """In float64, where no difference between the layouts is large enough to change a code."""
     shards = ranks.run_on_ranks(
@@ -208,7 +213,7 @@ def mismatch(engine: TorchEngine, rollout: NativeRollout) -> torch.Tensor:
     return (trained - torch.tensor([each.log_probs for each in completions])).abs()
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen2", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_training_and_rollout_have_one_precision(name, tmp_path):
     """A rollout in FP8 with training in float32 differs by far more."""
     path = save_model(qwen2() if name == "qwen2" else MIXTURES[name], tmp_path)
@@ -221,14 +226,24 @@ def test_training_and_rollout_have_one_precision(name, tmp_path):
     assert mismatch(plain, NativeRollout(use_fp8(make_engine(path).module))).mean() > 1e-3
 
 
-def test_deterministic_log_probs_have_the_same_bits(path):
-    for dtype in ("float32", "bfloat16"):
-        spec = replace(make_spec(path, OPTIMIZER, quantization="fp8", dtype=dtype), deterministic=True)
-        engine = TorchEngine(spec)
-        rollout = NativeRollout(engine.module, forward=engine.model_forward())
-        for _ in range(2):
-            assert mismatch(engine, rollout).max() == 0
-            train(engine, make_batch(), MicroBatching(), steps=1)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_deterministic_log_probs_have_the_same_bits(path, dtype):
+    spec = replace(make_spec(path, OPTIMIZER, quantization="fp8", dtype=dtype), deterministic=True)
+    engine = TorchEngine(spec)
+    rollout = NativeRollout(engine.module, forward=engine.model_forward())
+    for _ in range(2):
+        assert mismatch(engine, rollout).max() == 0
+        train(engine, make_batch(), MicroBatching(), steps=1)
+
+
+def test_an_engine_with_separate_weights_quantizes_what_it_receives(path):
+    engine = make_engine(path, OPTIMIZER, quantization="fp8")
+    module = empty_module(engine.spec.model, torch.float32, engine.device, engine.buffers())
+    rollout = NativeRollout(module, weights=ModuleReceiver(module))
+    for version in range(2):
+        rollout.weights.receive(engine.rollout_weights(torch.float32), version)
+        assert mismatch(engine, rollout).max() < 1e-4
+        train(engine, make_batch(), MicroBatching(), steps=1)
 
 
 @pytest.mark.parametrize(
