@@ -20,6 +20,7 @@ ADAPTERS = {
     "verl.single_controller.ray.rank_actor",
     *(f"verl.engines.megatron.{name}" for name in ("checkpoint", "convert", "engine", "experts", "memory", "model")),
     # kernels for a GPU, written in Triton
+    "verl.modeling.fp8_triton",
     "verl.modeling.layers_triton",
     "verl.modeling.log_probs_triton",
     "verl.modeling.batch_invariant.triton_kernels",

@@ -256,15 +256,17 @@ CHECKS: dict[type[Schema], tuple[Check, ...]] = {
         run.check_kernels,
         rollout.check_deterministic,
         run.check_adapters,
+        run.check_fp8,
         megatron.check_megatron_settings,
         rollout.check_router_replay,
     ),
-    GenerationConfig: (batch.check_generation_ranks,),
+    GenerationConfig: (batch.check_generation_ranks, run.check_fp8),
     SFTConfig: (
         *_RUN,
         run.check_dataset_class,
         batch.check_sft_ranks,
         run.check_adapters,
+        run.check_fp8,
         megatron.check_megatron_settings,
     ),
 }

@@ -143,12 +143,12 @@ def load_module(spec: ModelSpec) -> nn.Module:
             module = _with_head(auto.from_config(hf, dtype=spec.model_dtype, **build), spec)
     else:
         module = _from_pretrained(auto, spec, hf, build)
-    module = _with_attention(module, spec)
-    if spec.section.quantization is None:
+    module, has_4_bits = _with_attention(module, spec), spec.section.quantization == "nf4"
+    if not has_4_bits:
         module = module.to(spec.device)
     if not spec.random_init:
         _check_finite(module, spec.section.path)
-    if spec.section.quantization is None:
+    if not has_4_bits:
         return _with_adapters(module, spec)
     from verl.engines import lora, quantization
 

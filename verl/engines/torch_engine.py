@@ -38,6 +38,7 @@ from verl.engines.stochastic_rounding import step_with_stochastic_rounding
 from verl.engines.token_budget import CACHED_TOKENS, TokenBudget, choose_micro_batching, token_budget
 from verl.modeling.attention import attends_in_one_call, is_packed
 from verl.modeling.casting import cast_at_use
+from verl.modeling.fp8 import use_fp8
 from verl.modeling.layers import use_kernels
 from verl.modeling.linear import WeightCache
 from verl.modeling.moe import RoutingStatistics
@@ -88,6 +89,7 @@ class TorchEngine(TrainEngine):
         self.model_parallel_rank = self.sharding.model_parallel_rank
         trains = spec.optimizer is not None
         self.module = self.sharding.build(self.model_spec) if module is None else checked(module, self.model_spec)
+        use_fp8(self.module, spec.model.quantization)  # after `checked`: rounding enlarges differences of the last bit
         self.model = TokenModel(self.module, self.model_spec)
         self.packs = is_packed(self.module)
         if spec.model.use_remove_padding and not self.packs and self.sharding.is_first_rank:

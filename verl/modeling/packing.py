@@ -202,7 +202,7 @@ def to_device(value: T, device: torch.device) -> T:
         return value
     if device.type != "cuda" or not value.numel():
         return value.to(device)
-    return value.pin_memory().to(device, non_blocking=True)
+    return value.contiguous().pin_memory().to(device, non_blocking=True)  # an expanded tensor cannot be pinned
 
 
 def row_lengths(attention_mask: torch.Tensor) -> list[int]:

@@ -383,7 +383,7 @@ def _role(config: schema.Config, name: str, shape: ModelShape, on_gpu: bool) -> 
         trains=True,
         lora_rank=model.lora_rank if model.has_adapters else 0,
         adapts_experts=bool(model.target_parameters),
-        is_quantized=model.quantization is not None,
+        is_quantized=model.quantization == "nf4",
         has_8bit_optimizer=update.optim.optimizer == "AdamW8bit",
         checkpointing=True if model.target_parameters and on_gpu else role.checkpointing,
         freezes_tower=model.freeze_vision_tower,
