@@ -54,7 +54,7 @@ verl.processes -> verl.processes: channel:child pool:child
 verl.single_controller.local -> verl.processes: heartbeat:child
 verl.utils -> verl.processes: subprocess_pool:child fork_server waiting:limits streams
 verl.recipe.dapo -> verl.recipe.dapo: trainer:main_dapo
-verl.recipe.dpo -> verl.recipe.dpo: offline:flow trainer:main_dpo config:worker
+verl.recipe.dpo -> verl.recipe.dpo: trainer:online config:worker
 verl.recipe.prime -> verl.recipe.prime: trainer:main_prime config:worker
 verl.rewards -> verl.rewards: results:outcome model_score:resolve sources:resolve answers:responses
 verl.rewards -> verl.rewards.rules: accuracy choice formats gsm8k maths

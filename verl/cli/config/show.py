@@ -21,6 +21,7 @@ from verl.config.public.convert import Conversion, convert, read_source
 from verl.config.public.trl import key_of
 from verl.config.public.upstream import upstream_key
 from verl.config.schema.offline import EvalConfig, GenerationConfig
+from verl.config.schema.preference import DPOConfig, RMConfig
 from verl.config.schema.sft import SFTConfig
 from verl.processes.streams import command_output
 from verl.registry import did_you_mean
@@ -33,6 +34,8 @@ from verl.utils.redaction import redacted
 SCHEMAS: dict[str, type[Schema]] = {
     "ppo": Config,
     "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "rm": RMConfig,
     "generation": GenerationConfig,
     "evaluation": EvalConfig,
 }

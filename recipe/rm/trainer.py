@@ -1,0 +1,28 @@
+"""The Bradley-Terry reward model as a flow of offline preferences: rows -> update."""
+
+from verl.algorithms.preference import PreferenceLoss
+from verl.config.schema import RMConfig
+from verl.recipe.dpo.offline import PreferenceTrainer, check_data_settings, check_form
+from verl.trainer.checks.preflight import Recipe
+
+_LOSS = "bradley_terry"
+
+
+class RMTrainer(PreferenceTrainer):
+    """A reward model that learns from the pairs of a file, on one host. Arguments as for `SFTTrainer`.
+
+    >>> RMTrainer(overrides=["data.train_files=pairs.jsonl", "model.path=my-model"]).fit()
+    """
+
+    recipe = Recipe(
+        "reward model",
+        None,
+        RMConfig,
+        check_data_settings,
+        lambda config, inputs: check_form(PreferenceLoss(_LOSS), inputs),
+    )
+    is_reward_model = True
+
+    @property
+    def loss(self) -> PreferenceLoss:
+        return PreferenceLoss(_LOSS, self.config.rm.model_dump())
