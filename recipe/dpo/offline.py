@@ -11,9 +11,9 @@ import torch
 from verl.algorithms.preference import PREFERENCE_LOSSES, PreferenceLoss
 from verl.config import Problem
 from verl.config.schema import DPOConfig, SFTConfig
-from verl.data.preference_dataset import PreferenceDataset, collate_preferences
 from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
+from verl.recipe.dpo.dataset import PreferenceDataset, collate_preferences
 from verl.recipe.dpo.worker import (
     PreferenceWorker,
     count_preferences,
@@ -66,9 +66,10 @@ def check_form(loss: PreferenceLoss, inputs: Inputs) -> None:
         if not isinstance(dataset, PreferenceDataset | None):
             raise ValueError(f"preferences: expected a subclass of PreferenceDataset, found {type(dataset).__name__}")
         if dataset is not None and loss.is_paired and not dataset.is_paired:
+            pair = f"{dataset.config.chosen_key!r} and {dataset.config.rejected_key!r}"
             raise ValueError(
-                f"{dataset.rows.names}: responses with a label, but the loss {loss.name} reads pairs: use dpo.loss=kto, "
-                f"or data with the columns {dataset.config.chosen_key!r} and {dataset.config.rejected_key!r}"
+                f"{dataset.rows.names}: responses with a label, but the loss {loss.name} reads pairs: use dpo.loss=kto "
+                f"(verl dpo), or data with the columns {pair}"
             )
 
 

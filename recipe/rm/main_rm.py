@@ -10,7 +10,8 @@ HELP = program_help(
       data.train_files=pairs.jsonl data.val_files=held_out.jsonl data.train_batch_size=64 \\
       model.path=/path/to/model optim.lr=1e-5 trainer.total_epochs=1 trainer.test_freq=50
 
-A row has the columns chosen and rejected: whole chats or texts, or responses to the column prompt (docs/reward_models.md).
+A row has the columns chosen and rejected: whole chats or texts, or responses to the column prompt
+(docs/reward_models.md).
 """,
     option=" --of rm",
 )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from verl.algorithms.advantages import GroupedRewards, register_adv_est
@@ -39,16 +40,16 @@ def sequence_log_prob(log_probs: torch.Tensor, response_mask: torch.Tensor) -> t
 class PairTerms(NamedTuple):
     """The loss of each pair, and the implicit rewards of its responses, (N,) each."""
 
-    losses: torch.Tensor
-    chosen_rewards: torch.Tensor
-    rejected_rewards: torch.Tensor
+    losses: Tensor
+    chosen_rewards: Tensor
+    rejected_rewards: Tensor
 
 
 class LabelTerms(NamedTuple):
     """The loss of each labeled response, and its implicit reward, (N,) each."""
 
-    losses: torch.Tensor
-    rewards: torch.Tensor
+    losses: Tensor
+    rewards: Tensor
 
 
 PREFERENCE_LOSSES: Registry[Callable[..., PairTerms | LabelTerms]] = Registry("preference loss")
@@ -106,10 +107,10 @@ def _parameters(function: Callable) -> tuple[list[str], dict[str, inspect.Parame
 
 @register_preference_loss("dpo")
 def dpo(
-    chosen: torch.Tensor,
-    rejected: torch.Tensor,
-    ref_chosen: torch.Tensor,
-    ref_rejected: torch.Tensor,
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
     *,
     beta: float = 0.1,
     label_smoothing: float = 0.0,
@@ -127,14 +128,7 @@ def dpo(
 
 
 @register_preference_loss("ipo")
-def ipo(
-    chosen: torch.Tensor,
-    rejected: torch.Tensor,
-    ref_chosen: torch.Tensor,
-    ref_rejected: torch.Tensor,
-    *,
-    beta: float = 0.1,
-) -> PairTerms:
+def ipo(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float = 0.1) -> PairTerms:
     """Identity preference optimization (Azar et al. 2023, arXiv 2310.12036), whose tau is beta.
 
     It does not assume Bradley-Terry preferences: the margin is regressed on a constant, so the KL stays bounded also
@@ -148,9 +142,9 @@ def ipo(
 
 @register_preference_loss("kto")
 def kto(
-    log_prob: torch.Tensor,
-    ref_log_prob: torch.Tensor,
-    label: torch.Tensor,
+    log_prob: Tensor,
+    ref_log_prob: Tensor,
+    label: Tensor,
     kl: float,
     *,
     beta: float = 0.1,
@@ -166,15 +160,15 @@ def kto(
     """
     rewards = beta * (log_prob - ref_log_prob)
     sign, weight = 2 * label - 1, label * desirable_weight + (1 - label) * undesirable_weight
-    return LabelTerms(weight * (1 - torch.sigmoid(sign * (rewards - beta * kl))), rewards)
+    return LabelTerms(weight * torch.sigmoid(sign * (beta * kl - rewards)), rewards)
 
 
 @register_preference_loss("simpo")
 def simpo(
-    chosen: torch.Tensor,
-    rejected: torch.Tensor,
-    chosen_length: torch.Tensor,
-    rejected_length: torch.Tensor,
+    chosen: Tensor,
+    rejected: Tensor,
+    chosen_length: Tensor,
+    rejected_length: Tensor,
     *,
     beta: float = 2.0,
     gamma: float = 1.0,
@@ -191,12 +185,7 @@ def simpo(
 
 @register_preference_loss("orpo")
 def orpo(
-    chosen: torch.Tensor,
-    rejected: torch.Tensor,
-    chosen_length: torch.Tensor,
-    rejected_length: torch.Tensor,
-    *,
-    beta: float = 0.1,
+    chosen: Tensor, rejected: Tensor, chosen_length: Tensor, rejected_length: Tensor, *, beta: float = 0.1
 ) -> PairTerms:
     """ORPO (Hong et al. 2024, arXiv 2403.07691), whose lambda is beta: SFT and preferences in one stage, no reference.
 
@@ -210,9 +199,7 @@ def orpo(
 
 
 @register_preference_loss("bradley_terry")
-def bradley_terry(
-    chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor, *, center_coef: float = 0.0
-) -> PairTerms:
+def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor, *, center_coef: float = 0.0) -> PairTerms:
     """Bradley-Terry reward model: P(chosen preferred) = sigmoid(score_chosen - score_rejected).
 
         L = -log sigmoid(score_chosen - score_rejected - margin) + center_coef (score_chosen + score_rejected)^2
@@ -270,25 +257,26 @@ class PreferenceLoss:
         """Whether it reads the KL estimate, so that every response is also computed for another prompt."""
         return "kl" in self.inputs
 
-    def __call__(self, rows: Mapping[str, torch.Tensor], count: float, kl: float = 0.0) -> LossAndMetrics:
+    def __call__(self, rows: Mapping[str, Tensor], count: float, kl: float = 0.0) -> LossAndMetrics:
         """The share of B rows of a mini-batch, and metrics with the names of TRL.
 
         Args:
             rows: (B,) each. `log_prob` (a score, for a reward model) and what else the loss reads of `ref_log_prob`,
-                `length`, `margin` and `label`; if it is paired, `pair_weight`, 0 for rows without a preference.
+                `length`, `margin` and `label`, and `pair_weight`, 0 for rows without a preference.
             count: pairs or labeled responses of the whole mini-batch, without those of weight 0.
             kl: estimate of the KL to the reference.
         """
         if not self.is_paired:
-            terms = self.function(**{name: kl if name == "kl" else rows[name] for name in self.inputs}, **self.settings)
-            is_desirable = rows["label"].bool()
+            keep = rows["pair_weight"].bool()
+            values = {name: kl if name == "kl" else rows[name][keep] for name in self.inputs}
+            terms, is_desirable = self.function(**values, **self.settings), rows["label"][keep].bool()
             return mean_over(terms.losses, count), {
                 "rewards/chosen": mean_parts(terms.rewards, is_desirable),
                 "rewards/rejected": mean_parts(terms.rewards, ~is_desirable),
             }
-        has_preference = rows["pair_weight"][0::2].bool()
+        keep = rows["pair_weight"][0::2].bool()
         places = ((name, *_PAIR_INPUTS[name]) for name in self.inputs)
-        values = {name: rows[column][start::2][has_preference] for name, column, start in places}
+        values = {name: rows[column][start::2][keep] for name, column, start in places}
         terms = self.function(**values, **self.settings)
         better, worse = terms.chosen_rewards.detach(), terms.rejected_rewards.detach()
         ones = torch.ones_like(better)

@@ -11,7 +11,7 @@ PRESET_NOTES: dict[str, str] = {}
 
 #: algorithms that are not presets -> their command
 OTHER_COMMANDS = {
-    "dpo": "python -m verl.recipe.dpo.main_dpo",
+    "dpo": "verl dpo --online",
     "sppo": "python -m verl.trainer.main_ppo --config verl/recipe/sppo/sppo.yaml",
     "sft": "python -m verl.trainer.sft_trainer",
 }

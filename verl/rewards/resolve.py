@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from verl.registry import did_you_mean, load_object
+from verl.rewards import judge  # noqa: F401 (as below)
 from verl.rewards.functions import (
     ACCEPTED_FORMS,
     REWARD_FUNCTION_REGISTRY,

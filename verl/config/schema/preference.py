@@ -12,9 +12,7 @@ class PreferenceDataConfig(SFTDataConfig):
     chosen_key: str = field("chosen", "column of the preferred responses")
     rejected_key: str = field("rejected", "column of the other responses")
     label_key: str = field("label", "column that tells whether a response is good (true or 1), if there are no pairs")
-    margin_key: str = field(
-        "margin", "column of how much better the chosen response is (reward models); may be missing"
-    )
+    margin_key: str = field("margin", "optional column of how much better the chosen response is (reward models)")
 
 
 class PreferenceLossConfig(Section):
@@ -43,9 +41,7 @@ class DPOConfig(SFTConfig):
 class RewardLossConfig(Section):
     """`rm`: the Bradley-Terry loss."""
 
-    center_coef: float = field(
-        0.0, "weight of (score of chosen + score of rejected)^2, which keeps scores near 0", ge=0
-    )
+    center_coef: float = field(0.0, "weight of (score of chosen + score of rejected)^2: centers scores", ge=0)
 
 
 class RMConfig(SFTConfig):

@@ -122,6 +122,8 @@ def offline_commands(
     Returns:
         The commands that can be given completely, at most two.
     """
+    if isinstance(config, schema.RMConfig):
+        return []
     data, is_rl = config.data, isinstance(config, schema.Config)
     files = data.val_files or data.train_files
     if not is_rl and not data.val_files:

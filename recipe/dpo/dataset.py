@@ -5,10 +5,9 @@ and row 2i + 1 the rejected one.
 """
 
 import logging
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -62,6 +61,10 @@ class PreferenceDataset(SFTDataset):
     def is_paired(self) -> bool:
         return self.rows.size == 2
 
+    @property
+    def prompt_column(self) -> str | None:
+        return self.rows.prompt_key
+
     def _read(self) -> tuple["PreferenceRows", SampleColumns]:
         rows = self._rows or read_rows(self.data_files)
         rows = rows.select(range(rows_to_use(rows, self.config.train_max_samples)))
@@ -92,6 +95,7 @@ class PreferenceRows(SelectedRows):
     Attributes:
         rows: the preferences.
         size: rows of one preference: 2 for a pair, 1 for a labeled response.
+        prompt_key: the column of prompts; None: the prompt is the common beginning of the responses.
     """
 
     def __init__(self, rows: Rows, config: schema.PreferenceDataConfig, has_template: bool):
@@ -101,7 +105,7 @@ class PreferenceRows(SelectedRows):
         names = pair if self.size == 2 else (config.label_key,)
         for name, key in zip(names, ("chosen_key", "rejected_key") if self.size == 2 else ("label_key",)):
             rows.check_column(name, key, "; a preference is a pair, or a response with a label")
-        self._prompt = self._find(config.prompt_key, "prompt_key", [name for name in PROMPTS if name not in CHATS])
+        self.prompt_key = self._find(config.prompt_key, "prompt_key", [name for name in PROMPTS if name not in CHATS])
         if self.size == 1:
             responses = ("completion", *(name for name in RESPONSES if name not in ("chosen", "completion")), *CHATS)
             self._response = self._find(config.response_key, "response_key", responses)
@@ -110,10 +114,10 @@ class PreferenceRows(SelectedRows):
                     f"{rows.names}: no column of responses: set data.response_key; columns: {', '.join(rows.columns)}"
                 )
             names = (self._response, *names)
-        used = {"prompt": self._prompt or f"{names[0]} (the common beginning)", **{name: name for name in names}}
+        used = {"prompt": self.prompt_key or f"{names[0]} (the common beginning)", **{name: name for name in names}}
         note_columns(rows.names, rows.columns, used)
         super().__init__(rows, [row for row in range(len(rows)) for _ in range(self.size)])
-        self._hidden = {*names, self._prompt, *CHATS, config.label_key, config.margin_key}
+        self._hidden = {*names, self.prompt_key, *CHATS, config.label_key, config.margin_key}
         self.columns = (_PROMPT, _RESPONSE, *(name for name in rows.columns if name not in self._hidden))
 
     def _find(self, name: str | None, key: str, usual: Sequence[str]) -> str | None:
@@ -134,7 +138,7 @@ class PreferenceRows(SelectedRows):
 
     def _sides(self, index: int) -> list[dict[str, Any]]:
         row, location = self.rows[index], self.rows.location(index)
-        prompt = read_prompt_column(row, self._prompt) if self._prompt is not None else None
+        prompt = read_prompt_column(row, self.prompt_key) if self.prompt_key is not None else None
         rest = {name: value for name, value in row.items() if name not in self._hidden}
         config = self._config
         if self.size == 2:
@@ -173,13 +177,12 @@ def split_pair(prompt: Any, chosen: Any, rejected: Any, has_template: bool, loca
             raise ValueError(f"{location}: {name}: expected a response, text or chat messages, found {side!r:.80}")
     if sides[0] == sides[1]:
         raise ValueError(f"{location}: chosen and rejected are equal: {chosen!r:.80}: remove the row")
-    if isinstance(sides[0], str) != isinstance(sides[1], str):
-        if prompt is None or any(isinstance(side, list) and side[0]["role"] != "assistant" for side in sides):
-            raise ValueError(f"{location}: one of chosen and rejected is a text and the other one a chat: use one form")
-    whole = isinstance(sides[0], list) and isinstance(sides[1], list) and sides[0][0]["role"] != "assistant"
-    if prompt is not None and not whole:
+    chats = [isinstance(side, list) and side[0]["role"] != "assistant" for side in sides]
+    if isinstance(sides[0], str) != isinstance(sides[1], str) and (prompt is None or any(chats)):
+        raise ValueError(f"{location}: one of chosen and rejected is a text and the other one a chat: use one form")
+    if prompt is not None and not all(chats):
         return prompt, *sides
-    common = len(os.path.commonprefix(sides))
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*sides)))
     if isinstance(sides[0], str):  # up to a turn of HH-RLHF, or to a whole word
         marks = [match.end() for match in _TURN.finditer(sides[0][:common]) if match[1] == "Assistant"]
         common = marks[-1] if marks else sides[0].rfind(" ", 0, common) + 1
