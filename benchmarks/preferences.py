@@ -38,7 +38,9 @@ LOSSES: dict[str, list[str]] = {
 }
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, float]:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, float]:
     """The score of the reward model; and the share of the letter a, which training does not see."""
     return {"score": extra_info["rm_score"], "true": solution_str.count("a") / max(len(solution_str), 1)}
 
@@ -91,6 +93,7 @@ def offline(folder: Path, method: str, seed: int, control: bool) -> dict[str, An
         f"data.train_files={write(run / 'train.jsonl', rows)}",
         f"data.val_files={write(run / 'held_out.jsonl', held_out)}",
         "data.train_batch_size=32",
+        "data.use_dynamic_bsz=false",
         "data.micro_batch_size_per_gpu=64",
         f"model.path={folder / f'model-{seed}'}",
         "optim.lr=2e-3",

@@ -275,8 +275,8 @@ class PreferenceLoss:
                 "rewards/rejected": mean_parts(terms.rewards, ~is_desirable),
             }
         keep = rows["pair_weight"][0::2].bool()
-        places = ((name, *_PAIR_INPUTS[name]) for name in self.inputs)
-        values = {name: rows[column][start::2][keep] for name, column, start in places}
+        columns = ((name, *_PAIR_INPUTS[name]) for name in self.inputs)
+        values = {name: rows[column][start::2][keep] for name, column, start in columns}
         terms = self.function(**values, **self.settings)
         better, worse = terms.chosen_rewards.detach(), terms.rejected_rewards.detach()
         ones = torch.ones_like(better)

@@ -211,22 +211,22 @@ class Judge(RewardFunction):
 
         try:
             async with httpx.AsyncClient(timeout=self.timeout, verify=self._certificates) as client:
-                answer = await client.post(f"{self.url}/chat/completions", json=dict(body), headers=self._headers)
+                completion = await client.post(f"{self.url}/chat/completions", json=dict(body), headers=self._headers)
         except httpx.TransportError as error:  # includes timeouts
             raise _Retriable(f"{type(error).__name__}: {error} (timeout: {self.timeout:g} s)") from error
-        if answer.status_code != 200:
-            problem = f"status {answer.status_code}: {answer.text[:300]}"
-            if answer.status_code in _RETRIED or answer.status_code >= 500:
-                raise _Retriable(problem, _seconds(answer.headers.get("retry-after", "")))
+        if completion.status_code != 200:
+            problem = f"status {completion.status_code}: {completion.text[:300]}"
+            if completion.status_code in _RETRIED or completion.status_code >= 500:
+                raise _Retriable(problem, _seconds(completion.headers.get("retry-after", "")))
             raise JudgeError(f"judge {self.url}: {problem}")
         try:
-            reply = answer.json()
+            reply = completion.json()
             text, usage = reply["choices"][0]["message"]["content"], reply.get("usage") or {}
             tokens = [int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion")]
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise _Retriable(f"malformed reply: {answer.text[:300]!r}") from error
+            raise _Retriable(f"malformed reply: {completion.text[:300]!r}") from error
         if not isinstance(text, str):
-            raise _Retriable(f"a reply without text: {answer.text[:300]!r}")
+            raise _Retriable(f"a reply without text: {completion.text[:300]!r}")
         return {"text": text, "tokens": tokens}
 
     @cached_property

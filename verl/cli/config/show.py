@@ -1,6 +1,6 @@
 """`verl config` explain, show, diff and convert.
 
-verl config explain [--of ppo|sft|generation|evaluation] [WORD ...]: every key, its type, default and help. With words:
+verl config explain [--of ppo|sft|dpo|rm|...] [WORD ...]: every key, its type, default and help. With words:
 only the keys whose line contains all of them, ignoring case. The table is Markdown.
 """
 
