@@ -18,11 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tiny_model import tiny_model
-
+from examples.quickstart.tiny_model import tiny_model
 from verl.recipe.dpo import DPOTrainer, OfflineDPOTrainer
 from verl.recipe.rm import RMTrainer
 from verl.trainer.local_trainer import LocalPPOTrainer

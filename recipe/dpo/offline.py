@@ -3,7 +3,7 @@
 rows -> [ref] -> update
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +12,7 @@ from verl.algorithms.preference import PREFERENCE_LOSSES, PreferenceLoss
 from verl.config import Problem
 from verl.config.schema import DPOConfig, SFTConfig
 from verl.dataflow import DataFlow, Operator
+from verl.engines.base import Tensors
 from verl.protocol import DataProto
 from verl.recipe.dpo.dataset import PreferenceDataset, collate_preferences
 from verl.recipe.dpo.worker import (
@@ -127,18 +128,24 @@ class PreferenceTrainer(SFTTrainer):
         if self.val_dataset is None:
             return {}
         self.start()
-        items = [self.val_dataset[i] for i in range(len(self.val_dataset))]
-        batch = self.run.inputs.collate(items)
-        if self.loss.needs_kl:
-            batch = with_mismatched(batch)
-        if self.reference is not None:
-            batch = batch.union(self.compute_ref(batch))
-        (values,) = self.roles["actor"].compute_outputs(_model_inputs(batch)).tensors.values()
-        return {f"val/{name}": value for name, value in self.evaluate(values, batch).items()}
+        rows, columns = len(self.val_dataset), []
+        # decoded images of a training batch fit into memory; token ids of all rows do
+        size = rows if self.val_dataset.media is None else self.config.data.train_batch_size
+        for start in range(0, rows, size):
+            items = [self.val_dataset[i] for i in range(start, min(start + size, rows))]
+            batch = self.run.inputs.collate(items)
+            if self.loss.needs_kl:
+                batch = with_mismatched(batch)
+            if self.reference is not None:
+                batch = batch.union(self.compute_ref(batch))
+            (values,) = self.roles["actor"].compute_outputs(_model_inputs(batch)).tensors.values()
+            columns.append(sequence_columns(values, batch.tensors))
+        joined = {name: torch.cat([each[name] for each in columns]) for name in columns[0]}
+        return {f"val/{name}": value for name, value in self.evaluate(joined).items()}
 
-    def evaluate(self, values: torch.Tensor, batch: DataProto) -> Mapping[str, float]:
-        """The loss and its metrics of log-probs or scores (B, T)."""
-        rows, kl = sequence_columns(values, batch.tensors), 0.0
+    def evaluate(self, rows: Tensors) -> dict[str, float]:
+        """The loss and its metrics of the columns of `PreferenceLoss`, (B,) each."""
+        kl = 0.0
         if self.loss.needs_kl:
             rows, log_ratios = split_mismatched(rows)
             kl = max(log_ratios.mean().item(), 0.0)

@@ -12,13 +12,15 @@ import os
 import random
 import re
 import sqlite3
-import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property
+from http.client import HTTPException
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from verl.rewards.functions import RewardFunction, register_reward
 
@@ -45,6 +47,7 @@ _PLACEHOLDER = re.compile(r"\{(rubric|prompt|response|reference|form)\}")
 _NUMBER = r"[-+]?\d+(?:\.\d+)?"
 _NAMES = r"(?:score|rating|grade|verdict)"
 _RETRIED = (408, 409, 425, 429)  # and 500 and above
+_THREADS = ThreadPoolExecutor(256, "judge")  # of requests; started as they are needed
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds before a retry; doubled for each further one
 
 
@@ -197,7 +200,7 @@ class Judge(RewardFunction):
         for attempt in range(self.retries + 1):
             await self._wait_for_rate()
             try:
-                return await self._attempt(body)
+                return await asyncio.get_running_loop().run_in_executor(_THREADS, self._attempt, body)
             except _Retriable as error:
                 problem = str(error)
                 backoff = min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT) * random.uniform(0.75, 1.25)
@@ -205,33 +208,29 @@ class Judge(RewardFunction):
                     await asyncio.sleep(max(error.seconds, backoff))
         raise JudgeError(f"judge {self.url}: {self.retries + 1} attempts failed; the last: {problem}")
 
-    async def _attempt(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _attempt(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """One request. Raises JudgeError, or _Retriable if another attempt may succeed."""
-        import httpx
-
+        headers = {"Content-Type": "application/json", **self._headers}
+        request = Request(f"{self.url}/chat/completions", json.dumps(body).encode(), headers)
         try:
-            async with httpx.AsyncClient(timeout=self.timeout, verify=self._certificates) as client:
-                completion = await client.post(f"{self.url}/chat/completions", json=dict(body), headers=self._headers)
-        except httpx.TransportError as error:  # includes timeouts
+            with urlopen(request, timeout=self.timeout) as received:
+                content = received.read().decode(errors="replace")
+        except HTTPError as error:
+            problem = f"status {error.code}: {error.read(300).decode(errors='replace')}"
+            if error.code in _RETRIED or error.code >= 500:
+                raise _Retriable(problem, _seconds(error.headers.get("Retry-After", ""))) from error
+            raise JudgeError(f"judge {self.url}: {problem}") from error
+        except (OSError, HTTPException) as error:  # no connection, a broken one, or a timeout
             raise _Retriable(f"{type(error).__name__}: {error} (timeout: {self.timeout:g} s)") from error
-        if completion.status_code != 200:
-            problem = f"status {completion.status_code}: {completion.text[:300]}"
-            if completion.status_code in _RETRIED or completion.status_code >= 500:
-                raise _Retriable(problem, _seconds(completion.headers.get("retry-after", "")))
-            raise JudgeError(f"judge {self.url}: {problem}")
         try:
-            reply = completion.json()
+            reply = json.loads(content)
             text, usage = reply["choices"][0]["message"]["content"], reply.get("usage") or {}
             tokens = [int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion")]
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise _Retriable(f"malformed reply: {completion.text[:300]!r}") from error
+            raise _Retriable(f"malformed reply: {content[:300]!r}") from error
         if not isinstance(text, str):
-            raise _Retriable(f"a reply without text: {completion.text[:300]!r}")
+            raise _Retriable(f"a reply without text: {content[:300]!r}")
         return {"text": text, "tokens": tokens}
-
-    @cached_property
-    def _certificates(self) -> ssl.SSLContext | bool:
-        return ssl.create_default_context() if self.url.startswith("https") else False
 
     async def _wait_for_rate(self) -> None:
         with self._lock:  # calls of several event loops

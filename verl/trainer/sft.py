@@ -42,6 +42,7 @@ class SFTTrainer(Trainer):
     #: what a subclass adds to the configuration
     recipe: ClassVar[Recipe] = Recipe(schema=schema.SFTConfig)
     dataset_class: ClassVar[type[SFTDataset]] = SFTDataset
+    collate = staticmethod(collate_sft)
 
     def __init__(
         self,
@@ -72,10 +73,6 @@ class SFTTrainer(Trainer):
         run_checks(run, INPUTS)
         self.train_dataset, self.val_dataset = inputs.train_dataset, inputs.val_dataset
         super().__init__(run, prompt_source(run.config.data, inputs))
-
-    def collate(self, items: list[dict[str, Any]], pad_token_id: int) -> DataProto:
-        """Items of the dataset -> a batch."""
-        return collate_sft(items, pad_token_id)
 
     def worker_specs(self) -> dict[str, WorkerSpec]:
         """Role -> worker spec; all roles share their processes."""

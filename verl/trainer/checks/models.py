@@ -36,8 +36,7 @@ def check_models(run: Run) -> None:
     config = run.config
     if not isinstance(config, schema.Config):
         is_reward_model = isinstance(config, schema.RMConfig)
-        kind = "reward" if is_reward_model else "causal_lm"
-        check_model(config.model, kind, new_head=is_reward_model)
+        check_model(config.model, "reward" if is_reward_model else "causal_lm", new_head=is_reward_model)
         if isinstance(config, schema.SFTConfig):
             ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
             check_quantization(config.model, ranks)
