@@ -58,7 +58,11 @@ def check_loss(config: Any) -> Iterator[Problem]:
 def check_settings(config: DPOConfig) -> Iterator[Problem]:
     """Settings that are invalid for offline DPO."""
     yield from check_data_settings(config)
-    yield from check_loss(config)
+    problems = [*check_loss(config)]
+    yield from problems
+    if not problems and not config.imports and loss_of(config).needs_kl and config.data.train_batch_size < 2:
+        problem = "1, but the KL of kto is estimated from the responses of other rows of the batch: use 2 or more"
+        yield Problem("data.train_batch_size", problem)
 
 
 def check_form(loss: PreferenceLoss, inputs: Inputs) -> None:

@@ -295,12 +295,14 @@ def test_two_processes_give_the_numbers_of_one(loss, settings):
         ("data.chosen_key=chossen", "no column 'chossen'"),
         ("data.messages_key=chosen", "data.messages_key: has no effect on preferences"),
         ("dpo.loss=sigmoid", "dpo.loss: .*known: .*dpo"),
+        ("data.train_batch_size=1 dpo.loss=kto", "from the responses of other rows of the batch: use 2 or more"),
         ("dpo={loss: orpo, gamma: 0.5}", "orpo has no setting 'gamma': it has beta"),
         ("data.train_files=LABELS", "responses with a label, but the loss dpo reads pairs: use dpo.loss=kto"),
     ],
 )
 def test_what_cannot_be_used_is_an_error_before_a_model_is_loaded(override, message, tiny, settings):
-    overrides = [*settings, override.replace("LABELS", str(tiny / "train_labels.jsonl"))]
+    override = override.replace("LABELS", str(tiny / "train_labels.jsonl"))
+    overrides = [*settings, *(override.split() if "{" not in override else [override])]
     with pytest.raises(ValueError, match=message):
         OfflineDPOTrainer(overrides=overrides)
 
@@ -316,7 +318,7 @@ CUSTOM = """
 import torch
 from verl.algorithms.preference import PairTerms, register_preference_loss
 
-@register_preference_loss("slic")
+@register_preference_loss("unit_slic")
 def slic(chosen, rejected, *, beta=0.1):
     return PairTerms(torch.relu(1 - beta * (chosen - rejected)), beta * chosen, beta * rejected)
 """
@@ -324,9 +326,9 @@ def slic(chosen, rejected, *, beta=0.1):
 
 def test_a_custom_loss(settings, tmp_path):
     (tmp_path / "slic.py").write_text(CUSTOM)
-    overrides = [*settings, f"imports=[{tmp_path / 'slic.py'}]", "dpo.loss=slic", "dpo.beta=0.5"]
+    overrides = [*settings, f"imports=[{tmp_path / 'slic.py'}]", "dpo.loss=unit_slic", "dpo.beta=0.5"]
     trainer, reports = fit([*overrides, "trainer.total_training_steps=1"], OfflineDPOTrainer)
     assert [op.name for op in trainer.pipeline.operators] == ["rows", "update"]
     assert reports[0].metrics["train/grad_norm"] > 0
-    with pytest.raises(ValueError, match="no preference loss is called 'slick': did you mean 'slic'"):
-        OfflineDPOTrainer(overrides=[*overrides, "dpo.loss=slick"])
+    with pytest.raises(ValueError, match="no preference loss is called 'unit_slick': did you mean 'unit_slic'"):
+        OfflineDPOTrainer(overrides=[*overrides, "dpo.loss=unit_slick"])
