@@ -4,16 +4,20 @@
 
 The task: of two responses, the one with more letters `a` is preferred. A tiny Llama of random weights learns it from
 pairs, or from labels (KTO). The control has the same pairs with random preferences; both are evaluated on held-out
-pairs with the true ones. Then GRPO and online DPO maximize the reward model: `true` is the share of `a` in their
-responses, which they do not see. Each record has the first and the last value of its measure, and the curve.
+pairs with the true ones. Then GRPO and online DPO maximize the reward model, and GRPO the grades of a judge (a local
+endpoint that counts; in the control its grades are random): `true` is the share of `a` in their responses, which they
+do not see. Each record has the first and the last value of its measure, and the curve. Needs starlette and uvicorn.
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import random
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,11 +40,29 @@ LOSSES: dict[str, list[str]] = {
 }
 
 
-def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
-) -> dict[str, float]:
-    """The score of the reward model; and the share of the letter a, which training does not see."""
-    return {"score": extra_info["rm_score"], "true": solution_str.count("a") / max(len(solution_str), 1)}
+@contextlib.contextmanager
+def judge(control: bool) -> Iterator[str]:
+    """The URL of an endpoint that grades a response by its share of a, or at random."""
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    async def complete(request: Any) -> JSONResponse:
+        text = (await request.json())["messages"][0]["content"]
+        grade = random.Random(text).random() if control else text.count("a") / max(len(text), 1)
+        message = {"content": f"It has some a.\nScore: {10 * grade:.2f}"}
+        return JSONResponse({"choices": [{"message": message}], "usage": {"prompt_tokens": len(text)}})
+
+    app = Starlette(routes=[Route("/v1/chat/completions", complete, methods=["POST"])])
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
+    server.should_exit = True
+    thread.join()
 
 
 def word(draw: random.Random) -> str:
@@ -114,9 +136,12 @@ def offline(folder: Path, method: str, seed: int, control: bool) -> dict[str, An
 
 
 def online(folder: Path, method: str, seed: int, control: bool) -> dict[str, Any]:
-    """Maximize the scores of the reward model of `offline`; the measure is the share of a in the responses."""
-    run, judge = folder / f"{method}-{seed}-{control}", folder / f"rm-{seed}-{'control' if control else 'preferences'}"
+    """Maximize the scores of the reward model of `offline`, or the grades of `judge`; the measure is the share of a in
+    the responses."""
+    run = folder / f"{method}-{seed}-{control}"
     run.mkdir(parents=True)
+    model = folder / f"rm-{seed}-{'control' if control else 'preferences'}" / f"global_step_{STEPS}" / "actor"
+    reward = ["reward.reward_model.enable=true", f"reward.reward_model.model_path={model / 'huggingface'}"]
     prompts = [{"prompt": row["prompt"]} for row in pairs(256, 2000 + seed, False)]
     settings = [
         f"data.train_files={write(run / 'prompts.jsonl', prompts)}",
@@ -127,10 +152,6 @@ def online(folder: Path, method: str, seed: int, control: bool) -> dict[str, Any
         "actor_rollout_ref.actor.optim.lr=2e-3",
         "actor_rollout_ref.actor.ppo_mini_batch_size=16",
         "actor_rollout_ref.rollout.n=4",
-        "reward.reward_model.enable=true",
-        f"reward.reward_model.model_path={judge / f'global_step_{STEPS}' / 'actor' / 'huggingface'}",
-        f"reward.custom_reward_function.path={Path(__file__).resolve()}",
-        "reward.isolation=none",
         f"trainer.seed={seed}",
         f"trainer.total_training_steps={STEPS}",
         "trainer.total_epochs=100",
@@ -139,8 +160,20 @@ def online(folder: Path, method: str, seed: int, control: bool) -> dict[str, Any
         "trainer.save_at_end=false",
         "trainer.logger=[jsonl]",
     ]
-    (DPOTrainer if method == "online dpo" else LocalPPOTrainer)(overrides=settings).fit()
-    return {"method": method, "seed": seed, "control": control, "measure": "true", "curve": curve(run, "reward/true")}
+    values: list[float] = []
+    with judge(control) if method == "judge" else contextlib.nullcontext() as url:
+        if url is not None:
+            keys = {"url": url, "model": "counter", "template": "{response}", "cache": str(run / "cache.sqlite")}
+            reward = ["reward.reward_function=judge", *(f"+reward.{key}={value}" for key, value in keys.items())]
+        trainer = (DPOTrainer if method == "online dpo" else LocalPPOTrainer)(overrides=[*settings, *reward])
+
+        def record(report: Any) -> None:
+            texts = trainer.tokenizer.batch_decode(report.batch.batch["responses"], skip_special_tokens=True)
+            values.append(round(sum(text.count("a") for text in texts) / max(sum(map(len, texts)), 1), 4))
+
+        trainer.on_step.append(record)
+        trainer.fit()
+    return {"method": method, "seed": seed, "control": control, "measure": "true", "curve": values}
 
 
 def summary(record: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +187,7 @@ def summary(record: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--methods", nargs="+", default=["rm", "grpo", "online dpo", *LOSSES])
+    parser.add_argument("--methods", nargs="+", default=["rm", "grpo", "online dpo", "judge", *LOSSES])
     parser.add_argument("--out", type=Path, required=True, help="JSON file; records of other methods in it are kept")
     options = parser.parse_args()
     records = json.loads(options.out.read_text()) if options.out.exists() else []
@@ -166,7 +199,7 @@ def main() -> None:
             tiny_model("llama", folder / f"model-{seed}", seed)
             for method in options.methods:
                 for control in (False, True):
-                    run = online if method in ("grpo", "online dpo") else offline
+                    run = online if method in ("grpo", "online dpo", "judge") else offline
                     records.append(summary(run(folder, method, seed, control)))
                     print(json.dumps({k: v for k, v in records[-1].items() if k != "curve"}), flush=True)
                     options.out.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")

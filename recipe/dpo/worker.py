@@ -69,8 +69,8 @@ def with_mismatched(batch: DataProto) -> DataProto:
 
 def split_mismatched(rows: Tensors) -> tuple[Tensors, torch.Tensor]:
     """The rows of responses to their own prompts, and the log-ratios of the mismatched ones of `with_mismatched`."""
-    own = {name: value[0::2] for name, value in rows.items()}
-    return own, (rows["log_prob"] - rows["ref_log_prob"])[1::2]
+    matched = {name: value[0::2] for name, value in rows.items()}
+    return matched, (rows["log_prob"] - rows["ref_log_prob"])[1::2]
 
 
 def count_preferences(loss: PreferenceLoss, rows: Tensors) -> float:
@@ -105,8 +105,7 @@ def update_on_preferences(
     rows["log_prob"].requires_grad_()
     value, metrics = loss(rows, count, kl)
     (weights,) = torch.autograd.grad(value, rows["log_prob"])
-    own = count_preferences(loss, rows)
-    metrics = {**metrics, **extra, "loss": (value.detach() * count, own)}
+    metrics = {**metrics, **extra, "loss": (value.detach() * count, count_preferences(loss, rows))}
     step = engine.train_batch(mini.replace(sequence_weight=weights), _weighted_sum(output), micro, temperature)
     return {**metrics, **step}
 

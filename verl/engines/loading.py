@@ -48,7 +48,7 @@ class ModelSpec:
         compute_dtype: dtype of the forward pass; see `modeling.casting` if it differs from model_dtype.
         kernels: how norms, MLPs and rotary embeddings are computed (`modeling.layers`).
         random_init: initialize at random instead of loading weights (for tests and benchmarks).
-        new_head: the head of a reward model may be missing in the files, and is trained.
+        new_head: of a reward model, may be missing in the files.
     """
 
     section: schema.ModelConfig
@@ -63,8 +63,7 @@ class ModelSpec:
     @cached_property
     def hf_config(self) -> Any:
         """The HuggingFace config of the model."""
-        section = self.section
-        return read_config(section.path, section.override_config, section.trust_remote_code)
+        return read_config(self.section.path, self.section.override_config, self.section.trust_remote_code)
 
     @property
     def autocast_to(self) -> torch.dtype | None:
@@ -80,8 +79,7 @@ class ModelSpec:
 def resolve_model(spec: EngineSpec) -> ModelSpec:
     """Dtypes and kernels of the model that `spec` describes. Raises like `check_kernels`."""
     compute_dtype = resolve_dtype(spec.engine.dtype, spec.device)
-    # trained weights stay float32 by default: bf16 weights lose updates smaller than 2**-8 of them; the frozen weights
-    # under adapters are not trained
+    # trained weights stay float32: bf16 weights lose updates smaller than 2**-8 of them; those under adapters are frozen
     default = compute_dtype if spec.model.has_adapters else torch.float32
     model_dtype = spec.engine.model_dtype
     model = ModelSpec(
@@ -329,8 +327,7 @@ def _from_pretrained(auto: Any, spec: ModelSpec, hf: Any, build: dict[str, Any])
     """Load the model from its files. The head of a value model may be missing, or of a reward model to train."""
     path = spec.section.path
     has_images = vision.is_vision_config(hf)
-    may_lack_head = spec.kind == "value" or spec.new_head
-    new_prefix = None if not may_lack_head else "lm_head." if has_images else "score."
+    new_prefix = ("lm_head." if has_images else "score.") if spec.kind == "value" or spec.new_head else None
     module, new_head = load_pretrained(auto, path, hf, spec.model_dtype, new_prefix, **build)
     if has_images and spec.kind == "value":
         module = _with_head(module, spec)
