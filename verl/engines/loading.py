@@ -79,7 +79,7 @@ class ModelSpec:
 def resolve_model(spec: EngineSpec) -> ModelSpec:
     """Dtypes and kernels of the model that `spec` describes. Raises like `check_kernels`."""
     compute_dtype = resolve_dtype(spec.engine.dtype, spec.device)
-    # trained weights stay float32: bf16 weights lose updates smaller than 2**-8 of them; those under adapters are frozen
+    # trained weights stay float32: in bf16, updates below 2**-8 of a weight are lost; those under adapters are frozen
     default = compute_dtype if spec.model.has_adapters else torch.float32
     model_dtype = spec.engine.model_dtype
     model = ModelSpec(

@@ -40,7 +40,7 @@ class SFTTrainer(Trainer):
 
     saved_roles = ("actor",)
     #: what a subclass adds to the configuration
-    recipe: ClassVar[Recipe] = Recipe(schema=schema.SFTConfig)
+    recipe: ClassVar[Recipe] = Recipe("SFT", schema=schema.SFTConfig)
     dataset_class: ClassVar[type[SFTDataset]] = SFTDataset
     collate = staticmethod(collate_sft)
 
@@ -98,8 +98,8 @@ class SFTTrainer(Trainer):
 
     def plan(self) -> str:
         return (
-            f"would train {self.total_steps} steps of SFT from {self.config.model.path} with {self.world_size} "
-            f"process{'es' * (self.world_size > 1)}; data: {self.source.describe('samples')}; checkpoints: "
+            f"would train {self.total_steps} steps of {self.recipe.name} from {self.config.model.path} with "
+            f"{self.world_size} process{'es' * (self.world_size > 1)}; data: {self.source.describe('samples')}; checkpoints: "
             f"{describe_saving(self.config.trainer)}, in {self.config.trainer.default_local_dir}\n{self._first_row()}"
         )
 
