@@ -99,8 +99,8 @@ class SFTTrainer(Trainer):
     def plan(self) -> str:
         return (
             f"would train {self.total_steps} steps of {self.recipe.name} from {self.config.model.path} with "
-            f"{self.world_size} process{'es' * (self.world_size > 1)}; data: {self.source.describe('samples')}; checkpoints: "
-            f"{describe_saving(self.config.trainer)}, in {self.config.trainer.default_local_dir}\n{self._first_row()}"
+            f"{self.world_size} process{'es' * (self.world_size > 1)}; data: {self.source.describe('samples')}; "
+            f"checkpoints: {describe_saving(self.config.trainer)}, in {self.config.trainer.default_local_dir}\n{self._first_row()}"
         )
 
     def _first_row(self) -> str:
