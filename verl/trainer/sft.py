@@ -97,10 +97,11 @@ class SFTTrainer(Trainer):
         logger.info("%s", self._first_row())
 
     def plan(self) -> str:
+        trainer = self.config.trainer
         return (
             f"would train {self.total_steps} steps of {self.recipe.name} from {self.config.model.path} with "
             f"{self.world_size} process{'es' * (self.world_size > 1)}; data: {self.source.describe('samples')}; "
-            f"checkpoints: {describe_saving(self.config.trainer)}, in {self.config.trainer.default_local_dir}\n{self._first_row()}"
+            f"checkpoints: {describe_saving(trainer)}, in {trainer.default_local_dir}\n{self._first_row()}"
         )
 
     def _first_row(self) -> str:
