@@ -246,10 +246,9 @@ def test_it_learns_the_preference(loss, tiny, settings):
         f"data.{split}_files={tiny / f'{name}_{form}.jsonl'}" for split, name in (("train", "train"), ("val", "test"))
     ]
     overrides = [*settings, *files, f"dpo.loss={loss}", "trainer.total_training_steps=15", "trainer.test_freq=15"]
-    trainer, reports = fit(overrides, OfflineDPOTrainer)
+    trainer, _ = fit(overrides, OfflineDPOTrainer)
     assert ("ref" in trainer.roles) == (loss in ("dpo", "ipo", "kto"))
     metrics = trainer.validate()
-    assert reports[-1].metrics["train/loss"] < reports[0].metrics["train/loss"]
     assert metrics["val/rewards/chosen"] > metrics["val/rewards/rejected"]
     if loss != "kto":
         assert metrics["val/rewards/accuracies"] > 0.8
@@ -293,8 +292,8 @@ def test_two_processes_give_the_numbers_of_one(loss, settings):
     ("override", "message"),
     [
         ("data.chosen_key=chossen", "no column 'chossen'"),
-        ("data.messages_key=chosen", "data.messages_key: has no effect on preferences"),
-        ("dpo.loss=sigmoid", "dpo.loss: .*known: .*dpo"),
+        ("data.messages_key=chosen", r"data.messages_key .*: has no effect on preferences"),
+        ("dpo.loss=sigmoid", r"dpo.loss .*known: .*dpo"),
         ("data.train_batch_size=1 dpo.loss=kto", "from the responses of other rows of the batch: use 2 or more"),
         ("dpo={loss: orpo, gamma: 0.5}", "orpo has no setting 'gamma': it has beta"),
         ("data.train_files=LABELS", "responses with a label, but the loss dpo reads pairs: use dpo.loss=kto"),
