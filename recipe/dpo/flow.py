@@ -10,14 +10,15 @@ from collections.abc import Iterator
 
 import torch
 
-from verl.algorithms.preference import PreferenceLoss, select_pairs
-from verl.config import Problem
+from verl.algorithms.preference import select_pairs
+from verl.config import ConfigError, Problem
 from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.recipe.dpo.offline import check_loss, loss_of
 from verl.recipe.dpo.worker import OnlineDPOConfig, with_mismatched
 from verl.trainer.output.metrics import group_rows
 from verl.trainer.ppo.operators import SEQUENCES, Roles, Update
+from verl.trainer.startup.inputs import Inputs
 
 
 def check_settings(config: OnlineDPOConfig) -> Iterator[Problem]:
@@ -47,6 +48,12 @@ def check_reference(config: OnlineDPOConfig) -> Iterator[Problem]:
     if loss.needs_reference != bool(config.actor_rollout_ref.ref.enable):
         use = "needs the reference: use true" if loss.needs_reference else "reads no reference: use false"
         yield Problem("actor_rollout_ref.ref.enable", f"the loss {loss.name} {use}")
+
+
+def check_loss_of_code(config: OnlineDPOConfig, inputs: Inputs) -> None:
+    """The same for a loss that custom code registers. Raises ConfigError."""
+    if problems := [*check_reference(config)]:
+        raise ConfigError(problems)
 
 
 def online_dpo(flow: DataFlow, config: OnlineDPOConfig, roles: Roles) -> DataFlow:
@@ -87,10 +94,3 @@ def pairs(batch: DataProto) -> DataProto:
         margin=(rewards[better] - rewards[worse]).repeat_interleave(2),
         pair_weight=torch.tensor(weights).repeat_interleave(2),
     )
-
-
-def loss_of_workers(config: OnlineDPOConfig) -> PreferenceLoss:
-    """The loss, with the checks that need custom code. Raises ValueError."""
-    for problem in check_reference(config):
-        raise ValueError(f"{problem.key}: {problem.message}")
-    return loss_of(config)

@@ -4,13 +4,14 @@ from pathlib import Path
 
 from verl.dataflow import DataFlow
 from verl.protocol import DataProto
-from verl.recipe.dpo.flow import check_settings, loss_of_workers, online_dpo
+from verl.recipe.dpo.flow import check_loss_of_code, check_settings, online_dpo
+from verl.recipe.dpo.offline import loss_of
 from verl.recipe.dpo.worker import DPOActorWorker, OnlineDPOConfig
 from verl.single_controller import WorkerSpec
 from verl.trainer.checks.preflight import Recipe
 from verl.trainer.ppo_trainer import PPOTrainer
 
-RECIPE = Recipe("online DPO", Path(__file__).with_name("dpo.yaml"), OnlineDPOConfig, check_settings)
+RECIPE = Recipe("online DPO", Path(__file__).with_name("dpo.yaml"), OnlineDPOConfig, check_settings, check_loss_of_code)
 
 
 class DPOTrainer(PPOTrainer):
@@ -26,7 +27,7 @@ class DPOTrainer(PPOTrainer):
 
     def worker_specs(self) -> dict[str, WorkerSpec]:
         specs = super().worker_specs()
-        actor = WorkerSpec(DPOActorWorker, {**specs["actor"].kwargs, "loss": loss_of_workers(self.config)})
+        actor = WorkerSpec(DPOActorWorker, {**specs["actor"].kwargs, "loss": loss_of(self.config)})
         return specs | {"actor": actor}
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
