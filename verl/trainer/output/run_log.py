@@ -181,15 +181,14 @@ def _scoring(config: Any) -> dict[str, Any] | None:
     reward = config.reward
     if reward.reward_model.enable or reward.reward_manager.source != "register":
         return None
+    section, function = "reward.custom_reward_function", reward.custom_reward_function
+    keys = {f"{section}.reward_kwargs": function.reward_kwargs} if function.reward_kwargs else {}
     if reward.reward_function:
-        return {"reward.reward_function": reward.reward_function}
-    section, keys = "reward.custom_reward_function", {}
+        return {"reward.reward_function": reward.reward_function, **keys}
     if config.data.reward_fn_key != "data_source":
         keys["data.data_source_key"] = config.data.reward_fn_key
-    function = reward.custom_reward_function
     if function.path:
-        keys |= {f"{section}.path": _file(function.path), f"{section}.name": function.name}
-        keys |= {f"{section}.reward_kwargs": function.reward_kwargs} if function.reward_kwargs else {}
+        keys = {f"{section}.path": _file(function.path), f"{section}.name": function.name, **keys}
     return keys
 
 
