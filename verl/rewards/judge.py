@@ -205,7 +205,7 @@ class Judge(RewardFunction):
                 problem = str(error)
                 backoff = min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT) * random.uniform(0.75, 1.25)
                 if attempt < self.retries:
-                    await asyncio.sleep(max(error.seconds, backoff))
+                    await asyncio.sleep(max(min(error.seconds, _LONGEST_WAIT), backoff))
         raise JudgeError(f"judge {self.url}: {self.retries + 1} attempts failed; the last: {problem}")
 
     def _attempt(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,7 +218,8 @@ class Judge(RewardFunction):
         except HTTPError as error:
             problem = f"status {error.code}: {error.read(300).decode(errors='replace')}"
             if error.code in _RETRIED or error.code >= 500:
-                raise _Retriable(problem, _seconds(error.headers.get("Retry-After", ""))) from error
+                wait = error.headers.get("Retry-After", "")  # seconds; only the backoff counts if it is a date
+                raise _Retriable(problem, float(wait) if re.fullmatch(r"\d+(\.\d+)?", wait) else 0.0) from error
             raise JudgeError(f"judge {self.url}: {problem}") from error
         except (OSError, HTTPException) as error:  # no connection, a broken one, or a timeout
             raise _Retriable(f"{type(error).__name__}: {error} (timeout: {self.timeout:g} s)") from error
@@ -278,11 +279,6 @@ def _as_text(prompt: Any) -> str:
         return "" if prompt is None else str(prompt)
     contents = [(str(message.get("role")), str(message.get("content") or "")) for message in prompt]
     return contents[0][1] if len(contents) == 1 else "\n\n".join(f"{role}: {text}" for role, text in contents)
-
-
-def _seconds(retry_after: str) -> float:
-    """The value of Retry-After; 0 if it is a date or missing, so that only the backoff counts."""
-    return min(float(retry_after), _LONGEST_WAIT) if re.fullmatch(r"\d+(\.\d+)?", retry_after) else 0.0
 
 
 def _last_object(text: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from verl.config.fields import Section, field, section
+from verl.config.schema.model import OptimConfig
 from verl.config.schema.sft import SFTConfig, SFTDataConfig
 
 
@@ -31,9 +32,16 @@ class PreferenceLossConfig(Section):
         return self.model_dump(exclude={"loss"}, exclude_none=True)
 
 
+class DPOOptimConfig(OptimConfig):
+    """`optim`."""
+
+    lr: float = field(1e-6, "peak learning rate", ge=0)
+
+
 class DPOConfig(SFTConfig):
     """The root of a configuration of offline preference optimization."""
 
+    optim: DPOOptimConfig = section(DPOOptimConfig, "optimizer")
     data: PreferenceDataConfig = section(PreferenceDataConfig, "preferences")
     dpo: PreferenceLossConfig = section(PreferenceLossConfig, "the loss")
 
