@@ -145,13 +145,31 @@ def test_a_range_and_letters_of_ones_own():
         ({"low": 5, "high": 5}, "expected low < high, found 5 and 5"),
         ({"retries": -1}, "retries: expected at least 0"),
         ({"timeout": 0}, "timeout: expected seconds above 0"),
-        ({"api_key_env": "NO_SUCH_VARIABLE"}, "the environment variable NO_SUCH_VARIABLE is not set"),
+        ({"api_key_env": "NO_SUCH_VARIABLE"}, "the variable NO_SUCH_VARIABLE is not set"),
         ({"cache": "/no/such/folder/x.sqlite"}, "cache: .* is no SQLite file that can be written"),
     ],
 )
 def test_settings_that_cannot_be_used(settings, message):
     with pytest.raises(ValueError, match=message):
         Judge(**{"url": "http://x/v1", "model": "m", **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"url": "http://x/v1"},
+            "Judge: missing a required argument: 'model': set or remove it in reward_kwargs",
+        ),
+        (
+            {"url": "http://x/v1", "model": "m", "modle": 1},
+            "got an unexpected keyword argument 'modle': set or remove it",
+        ),
+    ],
+)
+def test_settings_that_are_missing_or_unknown(settings, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_reward_function(registered="judge", reward_kwargs=settings)
 
 
 # ---- failures of the endpoint ---------------------------------------------------------------------------------------
@@ -200,9 +218,7 @@ def test_a_wrong_request_is_not_repeated(endpoint):
 
 
 def test_nobody_listens():
-    with pytest.raises(
-        JudgeError, match=r"judge http://127.0.0.1:9/v1: 1 attempts failed; the last: URLError: .*ref"
-    ):
+    with pytest.raises(JudgeError, match=r"judge http://127.0.0.1:9/v1: 1 attempts failed; the last: URLError: .*ref"):
         ask(Judge("http://127.0.0.1:9/v1", "m", retries=0))
 
 

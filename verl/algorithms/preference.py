@@ -59,9 +59,8 @@ def register_preference_loss(name: str) -> Callable[[Callable], Callable]:
     """Register a loss under `name`, a value of `dpo.loss` (decorator).
 
         @register_preference_loss("slic")
-        def slic(chosen, rejected, ref_chosen, ref_rejected, *, beta=0.1):
-            better, worse = beta * (chosen - ref_chosen), beta * (rejected - ref_rejected)
-            return PairTerms(torch.relu(1 - (better - worse)), better, worse)
+        def slic(chosen, rejected, *, beta=0.1):
+            return PairTerms(torch.relu(1 - beta * (chosen - rejected)), beta * chosen, beta * rejected)
 
     Positional parameters, out of: `chosen`, `rejected` (N,), sequence log-probs of N pairs; `ref_chosen`,
     `ref_rejected`, those of the reference policy; `chosen_length`, `rejected_length`, tokens; `margin`, of the data, 0

@@ -30,11 +30,9 @@ Grade the response to a prompt.
 <rubric>
 {rubric}
 </rubric>
-
 <prompt>
 {prompt}
 </prompt>
-
 <response>
 {response}
 </response>
@@ -117,7 +115,6 @@ class Judge(RewardFunction):
 
     def _check(self, api_key_env: str | None) -> None:
         used = set(_PLACEHOLDER.findall(self.template))
-        has_key = api_key_env is None or bool(os.environ.get(api_key_env))
         problems = {
             f"url: expected http:// or https://, found {self.url!r}": not re.match(r"https?://", self.url),
             f"verdict: expected {', '.join(self._FORMS)}, found {self.verdict!r}": self.verdict not in self._FORMS,
@@ -126,7 +123,7 @@ class Judge(RewardFunction):
             "rubric: the template has no {rubric}, so it has no effect": self.rubric != RUBRIC and "rubric" not in used,
             f"retries: expected at least 0, found {self.retries}": self.retries < 0,
             f"timeout: expected seconds above 0, found {self.timeout}": self.timeout <= 0,
-            f"api_key_env: the environment variable {api_key_env} is not set": not has_key,
+            f"api_key_env: the variable {api_key_env} is not set": api_key_env and not os.environ.get(api_key_env),
         }
         for problem, is_wrong in problems.items():
             if is_wrong:
