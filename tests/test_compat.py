@@ -41,7 +41,7 @@ def test_recipe_is_verl_recipe():
     from verl.recipe.dpo.main_dpo import DPOTrainer as same
 
     assert recipe.dpo.flow is verl.recipe.dpo.flow and DPOTrainer is same
-    assert importlib.import_module("recipe.dpo.trainer") is importlib.import_module("verl.recipe.dpo.main_dpo")
+    assert importlib.import_module("recipe.dpo.trainer") is importlib.import_module("verl.recipe.dpo.online")
     spec = importlib.util.find_spec("recipe.dpo.main_dpo")  # what `python -m` runs
     assert spec.origin.endswith("verl/recipe/dpo/main_dpo.py") and spec.loader.get_code(spec.name) is not None
     with pytest.raises(ModuleNotFoundError):

@@ -88,7 +88,7 @@ VALUES = {
     "data.seed=${trainer.sed}": "did you mean trainer.seed?",
     "trainer.project_name=${oc.env:VERL_SURELY_NOT_SET}": "VERL_SURELY_NOT_SET",
     "algorithm.name=gsp": "there is no algorithm 'gsp'",
-    "algorithm.name=dpo": "'dpo' is not an algorithm of this command: run python -m verl.recipe.dpo.main_dpo",
+    "algorithm.name=dpo": "'dpo' is not an algorithm of this command: run verl dpo --online",
     # not supported
     "data.audio_key=sounds": "audio is not supported",
     f"{ARR}model.mtp.enable=true": "multi-token prediction is not supported",

@@ -160,7 +160,7 @@ def test_scores_that_were_computed_before(name, key, missing, message):
         score(function, extra=missing)
 
 
-@pytest.mark.parametrize("name", sorted({*REWARD_FUNCTION_REGISTRY} - {"model_score", "agent_score"}))
+@pytest.mark.parametrize("name", sorted({*REWARD_FUNCTION_REGISTRY} - {"model_score", "agent_score", "judge"}))
 def test_every_registered_function_keeps_the_contract(name):
     truth, right, wrong, kwargs = EXAMPLES.get(name, ("7", "#### 7", "#### 8", {}))
     function = resolve_reward_function(registered=name, reward_kwargs=kwargs)

@@ -270,7 +270,7 @@ class TorchEngine(TrainEngine):
         ids = torch.zeros(1, tokens * self.sharding.sp_size, dtype=torch.long)
         columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, 1:]}
         columns["position_ids"] = torch.arange(ids.shape[1])[None]
-        outputs = ("values",) if self.spec.kind == "value" else ("log_probs",)
+        outputs = ("log_probs",) if self.spec.kind == "causal_lm" else ("values",)
         return self._forward(columns, False, outputs, 1.0, None)
 
     def _checkpoint_activations(self, on: bool) -> None:

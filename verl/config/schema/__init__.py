@@ -16,6 +16,7 @@ _HOME = {
         "GenerationRolloutConfig OfflineTrainerConfig"
     ),
     "verl.config.schema.ppo": "ActorRolloutRefConfig Config",
+    "verl.config.schema.preference": "DPOConfig PreferenceDataConfig PreferenceLossConfig RMConfig",
     "verl.config.schema.reward": (
         "CustomRewardFunctionConfig ManagerModuleConfig RewardConfig RewardManagerConfig RewardModelConfig"
     ),

@@ -238,9 +238,11 @@ def open_run(
     rows_given: bool = False,
 ) -> Run:
     """A run that has passed SETTINGS and IMPORTS. Logs what may surprise in its settings. A run of the command line has
-    passed SETTINGS already; other arguments as in `read_run`."""
+    passed SETTINGS already, but for the checks of a recipe; other arguments as in `read_run`."""
     if isinstance(settings, Run) and not overrides:
-        run = settings
+        run = replace(settings, recipe=recipe)
+        if problems := [*check_recipe_settings(run)]:
+            raise ConfigError(problems) if run.reading is None else run.reading.error(problems)
         check_settings(run, IMPORTS)
     elif isinstance(settings, Run | Schema):
         settings = settings.config if isinstance(settings, Run) else settings

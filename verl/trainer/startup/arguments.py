@@ -121,7 +121,8 @@ def _write_model(
     config: Settings, overrides: Overrides, expected: type[Schema], model: Any, tokenizer: Any
 ) -> dict[str, str]:
     """Write a model and its tokenizer to a folder of the run. Returns the setting of its path."""
-    key = "model.path" if expected is schema.SFTConfig else "actor_rollout_ref.model.path"
+    is_sft = issubclass(expected, schema.SFTConfig)
+    key = "model.path" if is_sft else "actor_rollout_ref.model.path"
     if tokenizer is None:
         raise ValueError(f"model: a model object needs its tokenizer: give tokenizer=, or {key} instead of model")
     for name, value, kind in (("model", model, "a model object"), ("tokenizer", tokenizer, "its tokenizer")):
@@ -134,7 +135,7 @@ def _write_model(
         config = load_config(config, overrides, schema=expected)
     elif overrides:
         config = config.with_overrides(overrides)
-    section = config.model if expected is schema.SFTConfig else config.actor_rollout_ref.model
+    section = config.model if is_sft else config.actor_rollout_ref.model
     if section.path:
         raise ValueError(f"give model or {key} ({section.path}), not both")
     if config.trainer.nnodes > 1:

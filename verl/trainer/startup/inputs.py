@@ -35,7 +35,7 @@ logger = logging.getLogger("verl.trainer")
 
 #: keys of an item that is tokenized, or that the trainer tokenizes
 RL_TOKENS = (*TOKEN_KEYS, "raw_prompt")
-SFT_TOKENS = ("response_ids",)
+SFT_TOKENS = ("response_ids", "samples")
 
 
 @dataclass
@@ -80,11 +80,13 @@ def load_inputs(run: "Run", tokenizer: Any = None) -> Inputs:
     return Inputs(model, tokenizer, train, val, rewards, collate, processor, load_sampler(config.data, train))
 
 
-def load_sft_inputs(run: "Run", tokenizer: Any = None) -> Inputs:
-    """Like `load_inputs`, for SFT."""
-    from verl.data.sft_dataset import SFTDataset, collate_sft
+def load_sft_inputs(
+    run: "Run", tokenizer: Any, default: type[TokenizedDataset], collate: Callable[..., DataProto]
+) -> Inputs:
+    """Like `load_inputs`, for SFT. default: the dataset class; collate: (items, pad_token_id) -> a batch."""
+    from verl.data.sft_dataset import SFTDataset
 
-    config, data, cls = run.config, run.config.data, dataset_class(run.config, SFTDataset)
+    config, data, cls = run.config, run.config.data, dataset_class(run.config, default)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
     note_unused_media_keys(data, processor)
@@ -106,7 +108,7 @@ def load_sft_inputs(run: "Run", tokenizer: Any = None) -> Inputs:
     if val is None and data.val_files:
         data = data.model_copy(update={"max_bad_rows": 0})  # a validation is on all of its rows
         val = load([with_split(file, "test") for file in data.val_files], data.val_max_samples)
-    collate = functools.partial(collate_sft, pad_token_id=tokenizer.pad_token_id)
+    collate = functools.partial(collate, pad_token_id=tokenizer.pad_token_id)
     return Inputs(config.model, tokenizer, train, val, collate=collate, processor=processor)
 
 
