@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from verl.algorithms.preference import select_pairs
 from verl.config import Problem
 from verl.data.sequences import build_sequences
 from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
+from verl.recipe.dpo.losses import select_pairs
 from verl.recipe.dpo.worker import DPOConfig, DPOSection
 from verl.registry import did_you_mean
 from verl.trainer.output.metrics import group_rows

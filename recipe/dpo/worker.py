@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 
 from verl.algorithms.policy_losses import LossAndMetrics
-from verl.algorithms.preference import dpo_loss, sequence_log_prob
 from verl.config.fields import Section, field, section
 from verl.config.schema.ppo import Config
 from verl.engines.base import Objective, Tensors
 from verl.protocol import DataProto
+from verl.recipe.dpo.losses import dpo_loss, sequence_log_prob
 from verl.single_controller import Dispatch, register
 from verl.workers.engine_worker import update_micro_batching
 from verl.workers.policy import ActorWorker

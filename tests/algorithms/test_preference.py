@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.algorithms.merging import merge_metrics
-from verl.algorithms.preference import dpo_loss, select_pairs, sequence_log_prob
 from verl.algorithms.prime import implicit_process_rewards, prime_loss
+from verl.recipe.dpo.losses import dpo_loss, select_pairs, sequence_log_prob
 
 
 def pairs(n=5):

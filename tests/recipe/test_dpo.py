@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.trainer.runs import fit
-from verl.algorithms.preference import dpo_loss
 from verl.config import load_config
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
 from verl.recipe.dpo import DPOTrainer
 from verl.recipe.dpo.flow import pairs
+from verl.recipe.dpo.losses import dpo_loss
 from verl.recipe.dpo.worker import DPOActorWorker, DPOConfig, sequence_weights
 from verl.trainer.ppo.operators import Update
 

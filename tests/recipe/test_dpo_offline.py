@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.trainer.conftest import make_tiny, run_settings
 from tests.trainer.runs import fit
-from verl.algorithms.preference import dpo_loss
 from verl.protocol import DataProto
 from verl.recipe.dpo import DPOTrainer
 from verl.recipe.dpo.flow import ResponsesOfData
+from verl.recipe.dpo.losses import dpo_loss
 from verl.recipe.dpo.worker import DPOSection
 
 

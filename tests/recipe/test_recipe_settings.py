@@ -3,7 +3,7 @@
 import pytest
 
 from verl.config import load_config
-from verl.recipe import dpo, prime
+from verl.recipe import dpo, gkd, prime, safe_rlhf, spin
 
 N = "actor_rollout_ref.rollout.n"
 REFUSED = [
@@ -18,6 +18,15 @@ REFUSED = [
     (prime, "prime.ppo_mini_batch_size=3", "does not divide"),
     (prime, "prime.filter.accuracy_lower_bound=0.9", "no prompt could be preferred"),
     (prime, "prime.betta=1", "beta"),
+    (gkd, "distillation.enabled=false", "GKD needs a teacher"),
+    (gkd, "distillation.distillation_loss.use_task_rewards=true", "GKD has no rewards"),
+    (gkd, "algorithm.adv_estimator=rloo", "GKD has no advantages"),
+    (safe_rlhf, "algorithm.adv_estimator=remax", "a baseline of the rewards"),
+    (safe_rlhf, "safe_rlhf.cost_model.enable=true", "set it to a sequence-classification model"),
+    (spin, "spin.chosen=data", "use 1 with spin.chosen=data"),
+    (spin, "spin={chosen: data, chosen_keyy: x}", "chosen_key"),
+    (spin, "actor_rollout_ref.ref.enable=null", "needs the reference"),
+    (spin, "actor_rollout_ref.actor.use_kl_loss=true", r"limits the KL by algorithm\.dpo_beta"),
 ]
 
 

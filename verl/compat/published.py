@@ -142,7 +142,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
         **_same_names("verl.trainer.ppo.batch_functions", "need_reward_model"),
         "Role": _ROLES,
         "WorkerType": _WORKERS,
-        "need_teacher_policy": "distillation is not supported",
+        "need_teacher_policy": "read config.distillation.enabled",
     },
     "verl.trainer.ppo.reward": {
         **_same_names("verl.rewards.load", "load_reward_manager"),

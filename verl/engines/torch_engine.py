@@ -9,7 +9,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from verl.engines import checkpoint, memory
-from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
+from verl.engines.base import NUM_CANDIDATES, EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
 from verl.engines.gathering import gather_tensors, local_shard, shard_of
 from verl.engines.loading import ModelSpec, TokenModel, checked, log_padding, resolve_model
 from verl.engines.memory import OnDevice, move_optimizer
@@ -138,12 +138,14 @@ class TorchEngine(TrainEngine):
     ) -> Tensors:
         names = (*_INPUTS, *set_replay(self.model.routing, batch))
         columns, media = host_columns(batch, names, self.module.config)
+        most_probable = batch.meta_info.get(NUM_CANDIDATES)
         plan = self._plan(columns, micro, shares_prefix=ROUTED_EXPERTS not in outputs)
         result: Tensors = {}
         chunks = []
         with self.on_device(), torch.no_grad(), self._fixed_weights(training=False):
             for rows in plan.rows:
-                micro_outputs = self._forward(take_rows(columns, rows), plan.shared_prefix, outputs, temperature, media)
+                share = take_rows(columns, rows)
+                micro_outputs = self._forward(share, plan.shared_prefix, outputs, temperature, media, most_probable)
                 micro_outputs = {k: v.float() if v.is_floating_point() else v for k, v in micro_outputs.items()}
                 chunks.append((rows, {k: v.to("cpu", non_blocking=True) for k, v in micro_outputs.items()}))
         if self.device.type == "cuda":
@@ -182,10 +184,21 @@ class TorchEngine(TrainEngine):
         return metrics
 
     def _forward(
-        self, columns: Tensors, shared_prefix: bool, outputs: tuple[str, ...], temperature: float, media: Media | None
+        self,
+        columns: Tensors,
+        shared_prefix: bool,
+        outputs: tuple[str, ...],
+        temperature: float,
+        media: Media | None,
+        most_probable: int | None = None,
     ) -> Tensors:
-        """Outputs (b, T) of a micro-batch. The input is built on the host without synchronizing with the device."""
+        """Outputs (b, T) of a micro-batch. The input is built on the host without synchronizing with the device.
+
+        most_probable: candidates per token, instead of those of the columns.
+        """
         model_input = build_input(columns, self.packs, shared_prefix, media)
+        if most_probable is not None:
+            model_input = replace(model_input, candidates=most_probable)
         if self.sharding.sequence_ranks is not None:
             model_input = model_input.share_of(self.sharding.sequence_ranks)
         model_input = model_input.to(self.device)

@@ -39,6 +39,8 @@ logger = logging.getLogger("verl.trainer")
 REFUSED_FROM = 1.1
 #: settings that a placement has beside the section `placement`
 _PLACED = ("trainer.overlap", "actor_rollout_ref.rollout.tensor_model_parallel_size")
+#: roles with the engine settings of the reference
+_FROZEN = ("ref", "teacher")
 _MEGATRON_SIZES = ("megatron.tensor_model_parallel_size", "megatron.pipeline_model_parallel_size")
 
 
@@ -79,6 +81,11 @@ def shapes_of(config: schema.Config, names: Sequence[str]) -> dict[str, ModelSha
             shapes[name] = shape_of(config.critic.model.path, config.critic.model)
         elif name == "reward":
             shapes[name] = shape_of(reward.model_path, trust_remote_code=reward.trust_remote_code)
+        elif name == "teacher":
+            teacher, *others = config.distillation.local_teachers.values()
+            if others:
+                raise ValueError("the planner does not model several teachers")
+            shapes[name] = shape_of(teacher.model_path, trust_remote_code=teacher.trust_remote_code)
         else:
             shapes[name] = policy_shape()
     return shapes
@@ -319,7 +326,7 @@ def _engine_of(config: schema.Config, name: str) -> tuple[str, schema.EngineConf
     policy = config.actor_rollout_ref
     if name == "reward":
         return "fsdp", config.reward.reward_model.fsdp
-    section = config.critic if name == "critic" else policy.ref if name == "ref" else policy.actor
+    section = config.critic if name == "critic" else policy.ref if name in _FROZEN else policy.actor
     return section.strategy, section.engine
 
 
@@ -382,7 +389,7 @@ def _role(config: schema.Config, name: str, shape: ModelShape, on_gpu: bool) -> 
         model, update = None, None
         infer = (reward.micro_batch_size_per_gpu, reward.use_dynamic_bsz, reward.forward_max_token_len_per_gpu)
     else:
-        section = policy.ref if name == "ref" else policy.rollout
+        section = policy.ref if name in _FROZEN else policy.rollout
         model, update = policy.model, policy.actor if name == "actor" else None
         infer = (
             section.log_prob_micro_batch_size_per_gpu,

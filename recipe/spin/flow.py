@@ -1,0 +1,109 @@
+"""SPIN (Chen et al. 2024, arXiv 2401.01335) as an edit of the flow of online DPO.
+
+    spin.chosen=data      prompts -> gen -> demonstrations -> reward -> pairs -> [update_ref] -> ref -> update_actor
+    spin.chosen=reward    prompts -> gen -> reward -> pairs -> [update_ref] -> ref -> update_actor
+
+The policy plays against itself: its response is rejected, and that of the data is chosen. The opponent, the reference
+of the DPO loss, becomes the current policy every `trainer.ref_update_freq` steps. With spin.chosen=reward, both
+responses are the policy's, and the reward decides.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.config.schema import CheckpointConfig
+from verl.data.sequences import build_sequences
+from verl.dataflow import DataFlow, Operator
+from verl.protocol import DataProto
+from verl.recipe.dpo.flow import SCORES, ResponsesOfData
+from verl.recipe.dpo.worker import DPOSection
+from verl.recipe.spin.config import SPINConfig
+from verl.single_controller import Dispatch, register
+from verl.trainer.ppo.operators import Roles
+from verl.trainer.startup.inputs import Inputs
+from verl.workers.policy import RefWorker
+
+
+class SPINRefWorker(RefWorker):
+    """A reference that becomes the policy of a later step, and is in the checkpoints."""
+
+    checkpoint = CheckpointConfig(save_contents=["model"], load_contents=["model"])
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_policy(self, folder: str | Path) -> None:
+        """Read the weights that `save_weights` of the actor wrote."""
+        self.engine.load(Path(folder), ("hf_model",))
+
+
+def dpo_section(config: SPINConfig) -> DPOSection:
+    """The settings of the worker that computes the loss."""
+    algorithm, key = config.algorithm, config.spin.chosen_key
+    return DPOSection(
+        beta=algorithm.dpo_beta, loss_type=algorithm.dpo_loss_type, chosen_key=key, rejected_key=f"{key} of the policy"
+    )
+
+
+def check_responses(config: SPINConfig, inputs: Inputs) -> None:
+    """The data has responses within the length limit. Raises ValueError."""
+    if config.spin.chosen != "data":
+        return
+    limit, key, rows = config.data.max_response_length, config.spin.chosen_key, inputs.train_dataset
+    responses = ResponsesOfData(dpo_section(config), inputs.tokenizer, limit)
+    for row in range(len(rows)):
+        if key not in rows[row]:
+            raise ValueError(f"spin.chosen_key: the data has no column {key!r}, only {', '.join(map(str, rows[row]))}")
+        if (length := len(responses.tokens(rows[row][key]))) > limit:
+            raise ValueError(f"row {row}: {length} tokens in {key!r}, but data.max_response_length is {limit}")
+
+
+def demonstrations(responses: ResponsesOfData) -> Callable[[DataProto], DataProto]:
+    """Two rows for each: the response of the data, with sample_index 0, and that of the policy, with 1."""
+
+    def add(batch: DataProto) -> DataProto:
+        tokens = batch.batch["responses"]
+        mask = batch.batch["attention_mask"][:, -tokens.shape[1] :].bool()
+        ids: list[list[int]] = []
+        for text, policy, keep in zip(batch.column(responses.keys[0]), tokens, mask):
+            ids += [responses.tokens(text), policy[keep].tolist()]
+        rows = batch.select([], None).repeat(2)
+        columns = build_sequences(list(rows.non_tensor_batch["prompt_ids"]), ids, responses.tokenizer.pad_token_id)
+        indices = np.tile(np.arange(2), len(batch)).astype(object)
+        return rows.replace(sample_index=indices).union(DataProto.from_dict(columns))
+
+    return add
+
+
+def prefer_data(batch: DataProto) -> dict[str, torch.Tensor]:
+    """Score 1 for the responses of the data, 0 for those of the policy."""
+    scores = torch.zeros(batch.batch["response_mask"].shape)
+    scores[:, 0] = torch.tensor(batch.column("sample_index").astype(np.float32)) == 0
+    return dict.fromkeys(SCORES, scores)
+
+
+def update_reference(roles: Roles, frequency: int, folder: Path) -> Callable[[DataProto], None]:
+    """Every `frequency` steps, the reference becomes the policy, by a file in `folder`."""
+
+    def update(batch: DataProto) -> None:
+        steps = batch.meta_info["global_step"] - 1
+        if steps and steps % frequency == 0:
+            roles["actor"].save_weights(folder)
+            roles["ref"].load_policy(folder)
+
+    return update
+
+
+def spin_flow(flow: DataFlow, config: SPINConfig, roles: Roles, tokenizer: Any, folder: Path) -> DataFlow:
+    """Edit the flow of online DPO. folder: where weights are exchanged."""
+    if config.spin.chosen == "data":
+        responses = ResponsesOfData(dpo_section(config), tokenizer, config.data.max_response_length)
+        reads = ("responses", "attention_mask", "prompt_ids")
+        flow.insert_before("reward", Operator("demonstrations", demonstrations(responses), reads))
+        flow.replace("reward", Operator("reward", prefer_data, ("response_mask",), SCORES))
+    if config.trainer.ref_update_freq > 0:
+        update = update_reference(roles, config.trainer.ref_update_freq, folder)
+        flow.insert_before("ref", Operator("update_ref", update))
+    return flow
