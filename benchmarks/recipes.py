@@ -136,7 +136,7 @@ EXPERIMENTS = {
         {
             "spin": Method(SPINTrainer, ("trainer.ref_update_freq=20",)),
             "reference not updated": Method(SPINTrainer, ("trainer.ref_update_freq=-1",)),
-            "control: responses to other prompts": Method(SPINTrainer, ("spin.chosen_key=shuffled",)),
+            "control: responses to other prompts": Method(SPINTrainer, ("spin.response_key=shuffled",)),
         },
         (_ONE_UPDATE, "actor_rollout_ref.rollout.n=1"),
         steps=60,

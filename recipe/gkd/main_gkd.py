@@ -20,6 +20,7 @@ from verl.trainer.checks.preflight import Recipe
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
 
+_UNUSED = "reinforce_plus_plus"  # an estimator without critic and groups, whose operator is removed
 SCORES = ("token_level_scores", "token_level_rewards")
 
 
@@ -29,7 +30,10 @@ def check_settings(config: Config) -> Iterator[Problem]:
     rules = {
         "distillation.enabled": (not config.distillation.enabled, "GKD needs a teacher: use true"),
         "distillation.distillation_loss.use_task_rewards": (loss.use_task_rewards, "GKD has no rewards: use false"),
-        "algorithm.adv_estimator": (algorithm.adv_estimator != "grpo", "GKD has no advantages: leave it at grpo"),
+        "algorithm.adv_estimator": (
+            algorithm.adv_estimator != _UNUSED,
+            f"GKD has no advantages: leave it at {_UNUSED}",
+        ),
         "algorithm.filter_groups.enable": (algorithm.filter_groups.enable, "GKD has no rewards: use false"),
         "algorithm.use_kl_in_reward": (algorithm.use_kl_in_reward, "GKD has no rewards: use false"),
     }
@@ -64,6 +68,7 @@ class GKDTrainer(PPOTrainer):
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
         """Metrics of the main trainer without those of scores."""
+        self._warned_of_equal_scores = True  # all of them are 0
         metrics, scores = super().step_metrics(batch), ("critic/score", "critic/rewards", "reward/tied_groups")
         return {name: value for name, value in metrics.items() if not name.startswith(scores)}
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.dataflow import CONTROLLER, DataFlow, Operator, Stateful
+from verl.dataflow import DataFlow, Operator, Stateful
 from verl.protocol import DataProto
 from verl.recipe.safe_rlhf.config import SafeRLHFConfig
 from verl.trainer.ppo.flow import estimator_columns
@@ -99,7 +99,7 @@ def safe_flow(flow: DataFlow, config: SafeRLHFConfig, roles: Roles) -> DataFlow:
     if config.safe_rlhf.cost_model.enable:
         reads, func, on = (*SEQUENCES, "response_mask"), cost_of_model(roles), "cost"
     else:
-        reads, func, on = ("response_mask",), cost_of_function, CONTROLLER
+        reads, func, on = ("response_mask",), cost_of_function, None  # reads a value of the reward function
     flow.insert_after("reward", Operator("cost", func, reads, "token_level_costs", on=on))
     required = estimator_columns(config.algorithm)
     reads = ("advantages", "token_level_costs", *required)

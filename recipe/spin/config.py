@@ -25,8 +25,8 @@ class SPINTrainerConfig(TrainerConfig):
 class SPINSection(Section):
     """`spin`: which response is better."""
 
-    chosen: Literal["data", "reward"] = field("data", "data: the response of the data; reward: the better of two")
-    chosen_key: str = field("response", "data: the column of the response", active_when=("chosen", "data"))
+    preferred: Literal["data", "reward"] = field("data", "data: the response of the data; reward: the better of two")
+    response_key: str = field("response", "data: the column of the response", active_when=("preferred", "data"))
 
 
 class SPINConfig(Config):
@@ -39,11 +39,11 @@ class SPINConfig(Config):
 
 def check_settings(config: SPINConfig) -> Iterator[Problem]:
     """Settings that are invalid for SPIN."""
-    policy, chosen, responses = config.actor_rollout_ref, config.spin.chosen, config.actor_rollout_ref.rollout.n
+    policy, preferred, responses = config.actor_rollout_ref, config.spin.preferred, config.actor_rollout_ref.rollout.n
     rules = {
         "actor_rollout_ref.rollout.n": (
-            responses != 1 if chosen == "data" else responses < 2,
-            f"found {responses}: use 1 with spin.chosen=data, at least 2 with spin.chosen=reward",
+            responses != 1 if preferred == "data" else responses < 2,
+            f"found {responses}: use 1 with spin.preferred=data, at least 2 with spin.preferred=reward",
         ),
         "actor_rollout_ref.ref.enable": (not policy.ref.enable, "SPIN needs the reference: use true"),
         "actor_rollout_ref.model.lora_rank": (
@@ -51,16 +51,16 @@ def check_settings(config: SPINConfig) -> Iterator[Problem]:
             "the reference of a LoRA run is the base model, which is not updated: use trainer.ref_update_freq=-1",
         ),
         "algorithm.adv_estimator": (
-            config.algorithm.adv_estimator != "grpo",
-            "SPIN does not compute advantages: leave it at grpo, whose operator is removed",
+            config.algorithm.adv_estimator != "reinforce_plus_plus",
+            "SPIN does not compute advantages: leave it at reinforce_plus_plus, whose operator is removed",
         ),
         "algorithm.use_kl_in_reward": (
             config.algorithm.use_kl_in_reward or policy.actor.use_kl_loss,
             "true here or in actor.use_kl_loss, but SPIN limits the KL by algorithm.dpo_beta: use false",
         ),
         "algorithm.filter_groups.enable": (
-            config.algorithm.filter_groups.enable and chosen == "data",
-            "true, but there are no rewards with spin.chosen=data: use false",
+            config.algorithm.filter_groups.enable and preferred == "data",
+            "true, but there are no rewards with spin.preferred=data: use false",
         ),
     }
     yield from (Problem(key, problem) for key, (is_wrong, problem) in rules.items() if is_wrong)

@@ -1,10 +1,10 @@
 """SPIN (Chen et al. 2024, arXiv 2401.01335) as an edit of the flow of online DPO.
 
-    spin.chosen=data      prompts -> gen -> demonstrations -> reward -> pairs -> [update_ref] -> ref -> update_actor
-    spin.chosen=reward    prompts -> gen -> reward -> pairs -> [update_ref] -> ref -> update_actor
+    spin.preferred=data      prompts -> gen -> demonstrations -> reward -> pairs -> [update_ref] -> ref -> update_actor
+    spin.preferred=reward    prompts -> gen -> reward -> pairs -> [update_ref] -> ref -> update_actor
 
 The policy plays against itself: its response is rejected, and that of the data is chosen. The opponent, the reference
-of the DPO loss, becomes the current policy every `trainer.ref_update_freq` steps. With spin.chosen=reward, both
+of the DPO loss, becomes the current policy every `trainer.ref_update_freq` steps. With spin.preferred=reward, both
 responses are the policy's, and the reward decides.
 """
 
@@ -41,7 +41,7 @@ class SPINRefWorker(RefWorker):
 
 def dpo_section(config: SPINConfig) -> DPOSection:
     """The settings of the worker that computes the loss."""
-    algorithm, key = config.algorithm, config.spin.chosen_key
+    algorithm, key = config.algorithm, config.spin.response_key
     return DPOSection(
         beta=algorithm.dpo_beta, loss_type=algorithm.dpo_loss_type, chosen_key=key, rejected_key=f"{key} of the policy"
     )
@@ -49,13 +49,15 @@ def dpo_section(config: SPINConfig) -> DPOSection:
 
 def check_responses(config: SPINConfig, inputs: Inputs) -> None:
     """The data has responses within the length limit. Raises ValueError."""
-    if config.spin.chosen != "data":
+    if config.spin.preferred != "data":
         return
-    limit, key, rows = config.data.max_response_length, config.spin.chosen_key, inputs.train_dataset
+    limit, key, rows = config.data.max_response_length, config.spin.response_key, inputs.train_dataset
     responses = ResponsesOfData(dpo_section(config), inputs.tokenizer, limit)
     for row in range(len(rows)):
         if key not in rows[row]:
-            raise ValueError(f"spin.chosen_key: the data has no column {key!r}, only {', '.join(map(str, rows[row]))}")
+            raise ValueError(
+                f"spin.response_key: the data has no column {key!r}, only {', '.join(map(str, rows[row]))}"
+            )
         if (length := len(responses.tokens(rows[row][key]))) > limit:
             raise ValueError(f"row {row}: {length} tokens in {key!r}, but data.max_response_length is {limit}")
 
@@ -98,7 +100,7 @@ def update_reference(roles: Roles, frequency: int, folder: Path) -> Callable[[Da
 
 def spin_flow(flow: DataFlow, config: SPINConfig, roles: Roles, tokenizer: Any, folder: Path) -> DataFlow:
     """Edit the flow of online DPO. folder: where weights are exchanged."""
-    if config.spin.chosen == "data":
+    if config.spin.preferred == "data":
         responses = ResponsesOfData(dpo_section(config), tokenizer, config.data.max_response_length)
         reads = ("responses", "attention_mask", "prompt_ids")
         flow.insert_before("reward", Operator("demonstrations", demonstrations(responses), reads))

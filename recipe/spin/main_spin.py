@@ -20,7 +20,7 @@ RECIPE = Recipe(
     SPINConfig,
     check_settings,
     check_responses,
-    scores_training=lambda config: config.spin.chosen == "reward",
+    scores_training=lambda config: config.spin.preferred == "reward",
 )
 
 

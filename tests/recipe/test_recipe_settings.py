@@ -23,8 +23,8 @@ REFUSED = [
     (gkd, "algorithm.adv_estimator=rloo", "GKD has no advantages"),
     (safe_rlhf, "algorithm.adv_estimator=remax", "a baseline of the rewards"),
     (safe_rlhf, "safe_rlhf.cost_model.enable=true", "set it to a sequence-classification model"),
-    (spin, "spin.chosen=data", "use 1 with spin.chosen=data"),
-    (spin, "spin={chosen: data, chosen_keyy: x}", "chosen_key"),
+    (spin, "spin.preferred=data", "use 1 with spin.preferred=data"),
+    (spin, "spin={preferred: data, response_keyy: x}", "response_key"),
     (spin, "actor_rollout_ref.ref.enable=null", "needs the reference"),
     (spin, "actor_rollout_ref.actor.use_kl_loss=true", r"limits the KL by algorithm\.dpo_beta"),
 ]

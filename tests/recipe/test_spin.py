@@ -69,12 +69,12 @@ def test_it_learns_the_responses_of_the_data(played):
 
 
 def test_the_reward_decides_between_two_of_the_policy(settings):
-    chosen = ["spin.chosen=reward", "actor_rollout_ref.rollout.n=2", "trainer.total_training_steps=2"]
+    chosen = ["spin.preferred=reward", "actor_rollout_ref.rollout.n=2", "trainer.total_training_steps=2"]
     trainer, reports = fit([*settings, *chosen, "trainer.ref_update_freq=1"], SPINTrainer)
     assert "demonstrations" not in [op.name for op in trainer.pipeline.operators]
     assert reports[1].metrics["actor/grad_norm"] > 0
 
 
 def test_data_without_responses_is_refused(settings, forbid_workers):
-    with pytest.raises(ValueError, match=r"spin.chosen_key: the data has no column 'response', only"):
+    with pytest.raises(ValueError, match=r"spin.response_key: the data has no column 'response', only"):
         SPINTrainer(overrides=[*settings, *OWN])

@@ -68,7 +68,7 @@ def test_the_columns_are_those_of_the_teacher(distilled, teacher):
 
 @pytest.mark.parametrize(
     "loss",
-    [TOP, [f"{LOSS}loss_mode=k1", f"{LOSS}use_policy_gradient=true"], [f"{LOSS}loss_mode=k2"]],
+    [[*TOP, f"{LOSS}topk=32"], [f"{LOSS}loss_mode=k1", f"{LOSS}use_policy_gradient=true"], [f"{LOSS}loss_mode=k2"]],
     ids=["forward_kl_topk", "k1", "k2"],
 )
 def test_the_policy_approaches_the_teacher(distilled, loss):

@@ -59,6 +59,7 @@ _INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 class _Plan:
     rows: list[list[int]]  # row indices of each micro-batch
     shared_prefix: bool  # compute a prompt once for all its rows
+    candidates: int | None = None  # most probable tokens per position, instead of those of the columns
 
 
 @final
@@ -138,14 +139,13 @@ class TorchEngine(TrainEngine):
     ) -> Tensors:
         names = (*_INPUTS, *set_replay(self.model.routing, batch))
         columns, media = host_columns(batch, names, self.module.config)
-        most_probable = batch.meta_info.get(NUM_CANDIDATES)
         plan = self._plan(columns, micro, shares_prefix=ROUTED_EXPERTS not in outputs)
+        plan = replace(plan, candidates=batch.meta_info.get(NUM_CANDIDATES))
         result: Tensors = {}
         chunks = []
         with self.on_device(), torch.no_grad(), self._fixed_weights(training=False):
             for rows in plan.rows:
-                share = take_rows(columns, rows)
-                micro_outputs = self._forward(share, plan.shared_prefix, outputs, temperature, media, most_probable)
+                micro_outputs = self._forward(take_rows(columns, rows), plan, outputs, temperature, media)
                 micro_outputs = {k: v.float() if v.is_floating_point() else v for k, v in micro_outputs.items()}
                 chunks.append((rows, {k: v.to("cpu", non_blocking=True) for k, v in micro_outputs.items()}))
         if self.device.type == "cuda":
@@ -171,7 +171,7 @@ class TorchEngine(TrainEngine):
             with self._fixed_weights(training=True):
                 for rows in plan.rows:
                     share = take_rows(columns, rows)
-                    outputs = self._forward(share, plan.shared_prefix, objective.needs, temperature, media)
+                    outputs = self._forward(share, plan, objective.needs, temperature, media)
                     share = {name: to_device(values, self.device) for name, values in share.items()}
                     loss, metrics = objective.loss(outputs, share)
                     self.sharding.scale_loss(loss).backward()
@@ -184,21 +184,12 @@ class TorchEngine(TrainEngine):
         return metrics
 
     def _forward(
-        self,
-        columns: Tensors,
-        shared_prefix: bool,
-        outputs: tuple[str, ...],
-        temperature: float,
-        media: Media | None,
-        most_probable: int | None = None,
+        self, columns: Tensors, plan: _Plan, outputs: tuple[str, ...], temperature: float, media: Media | None
     ) -> Tensors:
-        """Outputs (b, T) of a micro-batch. The input is built on the host without synchronizing with the device.
-
-        most_probable: candidates per token, instead of those of the columns.
-        """
-        model_input = build_input(columns, self.packs, shared_prefix, media)
-        if most_probable is not None:
-            model_input = replace(model_input, candidates=most_probable)
+        """Outputs (b, T) of a micro-batch. The input is built on the host without synchronizing with the device."""
+        model_input = build_input(columns, self.packs, plan.shared_prefix, media)
+        if plan.candidates is not None:
+            model_input = replace(model_input, candidates=plan.candidates)
         if self.sharding.sequence_ranks is not None:
             model_input = model_input.share_of(self.sharding.sequence_ranks)
         model_input = model_input.to(self.device)
@@ -282,7 +273,7 @@ class TorchEngine(TrainEngine):
         columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, 1:]}
         columns["position_ids"] = torch.arange(ids.shape[1])[None]
         outputs = ("values",) if self.spec.kind == "value" else ("log_probs",)
-        return self._forward(columns, False, outputs, 1.0, None)
+        return self._forward(columns, _Plan([], False), outputs, 1.0, None)
 
     def _checkpoint_activations(self, on: bool) -> None:
         if on == self._checkpoints_activations:

@@ -46,10 +46,10 @@ class TeacherServer:
         sequences = [ids[keep].tolist() for ids, keep in zip(columns["input_ids"], columns["attention_mask"].bool())]
         lengths = columns["attention_mask"][:, -width:].sum(1).tolist()
         with ThreadPoolExecutor(CONCURRENCY) as pool:
-            answers = list(pool.map(self.request, sequences, itertools.repeat(count)))
+            responses = list(pool.map(self.request, sequences, itertools.repeat(count)))
         ids = torch.zeros(len(batch), width, 1 + count, dtype=torch.int64)
         log_probs = torch.zeros(ids.shape)
-        for row, (tokens, entries, length) in enumerate(zip(sequences, answers, lengths)):
+        for row, (tokens, entries, length) in enumerate(zip(sequences, responses, lengths)):
             for t, position in enumerate(range(len(tokens) - length, len(tokens))):
                 entry = entries[position]
                 ranked = sorted(entry, key=lambda token: entry[token]["rank"])[:count]
@@ -67,11 +67,13 @@ class TeacherServer:
         data = json.dumps(body | {"prompt_logprobs": num_candidates}).encode()
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-                (choice,) = json.load(answer)["choices"]
+            with urllib.request.urlopen(request, timeout=self.timeout) as response:
+                (choice,) = json.load(response)["choices"]
         except OSError as error:
-            answer = error.read().decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
-            raise ValueError(f"teacher {url}: {error}: {answer or 'start the server, or change server_url'}") from error
+            message = error.read().decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
+            raise ValueError(
+                f"teacher {url}: {error}: {message or 'start the server, or change server_url'}"
+            ) from error
         entries = choice.get("prompt_logprobs")
         if entries is None or len(entries) != len(token_ids):
             raise ValueError(
