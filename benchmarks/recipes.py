@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.learning import Curve, Method, learn, overrides, start_model
 from examples.quickstart.tasks import write_task
 from verl.recipe.entropy import EntropyTrainer
+from verl.recipe.flowrl import FlowRLTrainer
 from verl.recipe.gkd import GKDTrainer
 from verl.recipe.safe_rlhf import SafeRLHFTrainer
 from verl.recipe.spin import SPINTrainer
@@ -121,6 +122,14 @@ EXPERIMENTS = {
             *("reward.reward_kwargs.overlong_buffer.enable=false", "algorithm.filter_groups.enable=false"),
             f"{_ACTOR}ppo_mini_batch_size=16",
         ),
+        steps=60,
+    ),
+    "flowrl": Experiment(
+        {"entropy": "actor/entropy", "accuracy": "critic/score/mean"},
+        {
+            "flowrl": Method(FlowRLTrainer, (f"{_ACTOR}policy_loss.loss_kwargs.flowrl_beta=1",)),
+            "control: grpo": Method(PPOTrainer, (_GRPO,)),
+        },
         steps=60,
     ),
     "gkd": Experiment(

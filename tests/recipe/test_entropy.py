@@ -27,7 +27,8 @@ def test_two_steps(settings, loss):
 
 
 @pytest.mark.parametrize(
-    "module", ["entropy.main_entropy", "gkd.main_gkd", "spin.main_spin", "safe_rlhf.main_safe_rlhf"]
+    "module",
+    ["entropy.main_entropy", "gkd.main_gkd", "spin.main_spin", "flowrl.main_flowrl", "safe_rlhf.main_safe_rlhf"],
 )
 def test_the_commands_have_their_public_names(module):
     assert importlib.import_module(f"recipe.{module}") is importlib.import_module(f"verl.recipe.{module}")

@@ -3,7 +3,7 @@
 import pytest
 
 from verl.config import load_config
-from verl.recipe import dpo, gkd, prime, safe_rlhf, spin
+from verl.recipe import dpo, flowrl, gkd, prime, safe_rlhf, spin
 
 N = "actor_rollout_ref.rollout.n"
 REFUSED = [
@@ -18,6 +18,9 @@ REFUSED = [
     (prime, "prime.ppo_mini_batch_size=3", "does not divide"),
     (prime, "prime.filter.accuracy_lower_bound=0.9", "no prompt could be preferred"),
     (prime, "prime.betta=1", "beta"),
+    (flowrl, "imports=[]", "registers the loss"),
+    (flowrl, f"{N}=1", "a mean over responses"),
+    (flowrl, "actor_rollout_ref.ref.enable=null", "reads the reference"),
     (gkd, "distillation.enabled=false", "GKD needs a teacher"),
     (gkd, "distillation.distillation_loss.use_task_rewards=true", "GKD has no rewards"),
     (gkd, "algorithm.adv_estimator=rloo", "GKD has no advantages"),
