@@ -51,8 +51,9 @@ def flowrl(
 
         L = mean_i w_i (log Z + mean_t(log_prob) - beta mean_t(A) - mean_t(ref_log_prob))^2
 
-    The minimum is a policy proportional to ref * exp(beta A), in which not only the best response is likely. w is the geometric mean of the token ratios of the current to the old policy, at most 1 + clip_ratio_high,
-    and has no gradient. `loss_agg_mode` is ignored.
+    The minimum is a policy proportional to ref * exp(beta A), in which not only the best response is likely. w is the
+    geometric mean of the token ratios of the current to the old policy, at most 1 + clip_ratio_high, without gradient.
+    `loss_agg_mode` is ignored.
 
     Args:
         log_z: (B,), see `log_partition`.

@@ -26,9 +26,7 @@ def test_two_steps(settings, loss):
     assert ("actor/kl_cov_fraction" in reports[0].metrics) == (loss == "kl_cov")
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["entropy.main_entropy", "gkd.main_gkd", "spin.main_spin", "flowrl.main_flowrl", "safe_rlhf.main_safe_rlhf"],
-)
-def test_the_commands_have_their_public_names(module):
-    assert importlib.import_module(f"recipe.{module}") is importlib.import_module(f"verl.recipe.{module}")
+@pytest.mark.parametrize("name", ["entropy", "flowrl", "gkd", "safe_rlhf", "spin"])
+def test_the_commands_have_their_public_names(name):
+    module = importlib.import_module(f"recipe.{name}.main_{name}")
+    assert module is importlib.import_module(f"verl.recipe.{name}.main_{name}")

@@ -74,12 +74,14 @@ def check_model_limits(run: Run) -> None:
     if config.actor_rollout_ref.rollout.mode == "server":  # agents write their own prompts
         longest = max(longest, config.actor_rollout_ref.rollout.prompt_length)
     limits.check_engine(config.actor_rollout_ref.rollout)
-    limits.check_response_length(
-        longest,
-        config.actor_rollout_ref.rollout.response_length,
-        "data.max_response_length",
-        "filter longer prompts (data.max_prompt_length with data.filter_overlong_prompts=true)",
-    )
+    teachers = [ModelLimits.from_config(each.model) for each in config.distillation.local_teachers.values()]
+    for model in (limits, *teachers):
+        model.check_response_length(
+            longest,
+            config.actor_rollout_ref.rollout.response_length,
+            "data.max_response_length",
+            "filter longer prompts (data.max_prompt_length with data.filter_overlong_prompts=true)",
+        )
 
 
 def _check_teacher(config: schema.Config, inputs: Inputs, teacher: schema.TeacherConfig, largest_id: int) -> None:
