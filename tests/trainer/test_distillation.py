@@ -50,8 +50,9 @@ def log_probs_of(path, batch):
     return result
 
 
-def test_the_columns_are_those_of_the_teacher(distilled, teacher):
-    trainer, reports = fit([*distilled, *TOP])
+def test_the_columns_are_those_of_the_teacher(distilled, teacher, caplog):
+    trainer, reports = fit([*distilled, *TOP, "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=3"])
+    assert "log_prob_micro_batch_size_per_gpu" not in caplog.text  # the settings of the reference are those of teachers
     names = [op.name for op in trainer.pipeline.operators]
     assert names[names.index("teacher") + 1] == "adv"
     batch = reports[0].batch

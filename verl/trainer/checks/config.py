@@ -207,7 +207,7 @@ def _unused(config: schema.Config, changed: list[str]) -> Iterator[tuple[str, st
     if not needs_critic(config):
         critic = ("critic.", "trainer.max_critic_ckpt_to_keep")
         yield from ((key, f"{estimator}, which has no critic") for key in changed if key.startswith(critic))
-    if not needs_reference(config):
+    if not needs_reference(config) and not config.distillation.local_teachers:
         yield from ((key, "no KL to a reference") for key in changed if key.startswith("actor_rollout_ref.ref."))
 
 
