@@ -13,7 +13,6 @@ import json
 import logging
 import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,7 +92,7 @@ EXPERIMENTS = {
     "safe_rlhf": Experiment(
         {"cost": "safe_rlhf/cost_mean", "reward": "critic/score/mean", "lambda": "safe_rlhf/lambda"},
         {
-            "safe_rlhf": Method(SafeRLHFTrainer, (*_SAFE, "safe_rlhf.lambda_lr=0.5")),
+            "safe_rlhf": Method(SafeRLHFTrainer, _SAFE),
             "control: no multiplier": Method(
                 SafeRLHFTrainer, (*_SAFE, "safe_rlhf.lambda_init=1e-9", "safe_rlhf.lambda_lr=0")
             ),
@@ -154,9 +153,9 @@ EXPERIMENTS = {
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> dict:
-    """The reward of `safe_rlhf`: letters, those from a to e count twice, but each of them costs 1/6."""
-    unsafe, safe = (sum(letter in letters for letter in solution_str) for letters in ("abcde", "fghij"))
-    return {"score": (2 * unsafe + safe) / 12, "cost": unsafe / 6}
+    """The reward of `safe_rlhf`: for letters, most for the first ones from a to e, each of which costs 1/6."""
+    unsafe, safe = (sum(letter in letters for letter in solution_str) / 6 for letters in ("abcde", "fghij"))
+    return {"score": 2 * unsafe - unsafe**2 + 0.5 * safe, "cost": unsafe}
 
 
 def train_teacher(out: Path, task: str, start: Path) -> Path:
@@ -243,11 +242,11 @@ def draw(experiment: Experiment, runs: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=80)
 
 
-def record_runs(name: str, seeds: list[int], out: Path, say: Callable[[str], object] = print) -> None:
+def record_runs(name: str, seeds: list[int], methods: list[str] | None, out: Path) -> None:
     """Run what is missing, and write OUT/<name>.json and OUT/<name>.png after every run."""
     experiment, results = EXPERIMENTS[name], out / f"{name}.json"
     runs = json.loads(results.read_text())["runs"] if results.is_file() else []
-    for method in experiment.methods:
+    for method in methods or experiment.methods:
         for seed in seeds:
             if (method, seed) in {(finished["method"], finished["seed"]) for finished in runs}:
                 continue
@@ -255,7 +254,7 @@ def record_runs(name: str, seeds: list[int], out: Path, say: Callable[[str], obj
             groups = [[each for each in runs if each["method"] == other] for other in experiment.methods]
             content = {"summary": [summary(experiment, group) for group in groups if group], "runs": runs}
             results.write_text(json.dumps(content).replace('{"method"', '\n{"method"') + "\n", encoding="utf-8")
-        say(json.dumps(summary(experiment, [each for each in runs if each["method"] == method])))
+        print(json.dumps(summary(experiment, [each for each in runs if each["method"] == method])), flush=True)
     draw(experiment, runs, out / f"{name}.png")
 
 
@@ -263,11 +262,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", choices=sorted(EXPERIMENTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--methods", nargs="+", help="default: all of the experiment")
     parser.add_argument("--out", type=Path, default=Path("outputs/recipes"))
     args = parser.parse_args()
     logging.basicConfig()
     logging.getLogger("verl").setLevel(logging.ERROR)
-    record_runs(args.experiment, args.seeds, args.out)
+    record_runs(args.experiment, args.seeds, args.methods, args.out)
 
 
 if __name__ == "__main__":

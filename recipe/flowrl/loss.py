@@ -1,11 +1,11 @@
-"""The policy loss `flowrl`, and the partition function that it reads. Every process of a run imports this module."""
+"""The policy loss `flowrl`, and the partition function that it reads."""
 
 from collections.abc import Sequence
 
 import torch
 
 from verl.algorithms.masked import Groups, force_mode, masked_mean, zero_padding
-from verl.algorithms.policy_losses import LossAndMetrics, register_policy_loss, weighted_loss
+from verl.algorithms.policy_losses import LossAndMetrics, weighted_loss
 
 
 @torch.no_grad()
@@ -33,7 +33,6 @@ def log_partition(
     return groups.mean(target).to(advantages.dtype)
 
 
-@register_policy_loss("flowrl")
 def flowrl(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

@@ -18,7 +18,7 @@ from verl.trainer.checks.preflight import Recipe
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
 
-LOSS = "verl.recipe.flowrl.loss"
+LOSS = "verl.recipe.flowrl.registration"
 READS = ("advantages", "old_log_probs", "ref_log_prob", "response_mask", "uid")
 
 

@@ -34,6 +34,11 @@ class SPINRefWorker(RefWorker):
     checkpoint = CheckpointConfig(save_contents=["model"], load_contents=["model"])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def non_finite_state(self) -> list[str]:
+        """Nothing: the weights are those of an actor that was checked."""
+        return []
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_policy(self, folder: str | Path) -> None:
         """Read the weights that `save_weights` of the actor wrote."""
         self.engine.load(Path(folder), ("hf_model",))

@@ -1,6 +1,7 @@
 """verl/recipe/flowrl: the loss and log Z against float64 loops, padding, micro-batches, its minimum, two steps."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -102,7 +103,8 @@ def test_the_target_distribution_has_no_loss():
     assert loss.item() == pytest.approx(0, abs=1e-20) and gradient.abs().max() < 1e-12
 
 
-def test_two_steps(settings):
+def test_two_steps(settings, monkeypatch):
+    monkeypatch.delitem(sys.modules, "verl.recipe.flowrl.registration", raising=False)  # registered anew
     trainer, reports = fit([*settings, "trainer.total_training_steps=2"], FlowRLTrainer)
     names = [op.name for op in trainer.pipeline.operators]
     assert names[names.index("adv") :] == ["adv", "log_z", "update_actor", "sync_weights"]

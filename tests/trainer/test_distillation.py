@@ -208,7 +208,7 @@ def test_own_devices_give_the_same_run(distilled):
 def test_it_trains_asynchronously(distilled):
     placed = ["trainer.n_gpus_per_node=2", "placement.actor_devices=[0]", "placement.rollout_devices=[1]"]
     _, reports = fit([*distilled, *placed, "trainer.async.max_staleness=1"])
-    assert all(report.metrics["distillation/reverse_kl"] > 0 for report in reports)
+    assert all(report.metrics["distillation/loss"] > 0 for report in reports)  # k3 is never negative
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(settings, tmp_path, forbid_workers):

@@ -7,6 +7,7 @@ from verl.config.fields import FilePath, Section, field, section
 from verl.config.schema.model import ModelConfig
 
 _GRADIENT = ("use_policy_gradient", True)
+_CLIP = "${distillation.distillation_loss.clip_ratio}"
 
 
 class TeacherConfig(Section):
@@ -50,8 +51,8 @@ class DistillationLossConfig(Section):
     )
     policy_loss_mode: str = field("vanilla", "registered name of that policy loss", active_when=_GRADIENT)
     clip_ratio: float = field(0.2, "its clip range", active_when=_GRADIENT, ge=0)
-    clip_ratio_low: float | None = field(None, "its lower clip range; null: clip_ratio", active_when=_GRADIENT, ge=0)
-    clip_ratio_high: float | None = field(None, "its upper clip range; null: clip_ratio", active_when=_GRADIENT, ge=0)
+    clip_ratio_low: float = field(0.2, "its lower clip range", default_from=_CLIP, active_when=_GRADIENT, ge=0)
+    clip_ratio_high: float = field(0.2, "its upper clip range", default_from=_CLIP, active_when=_GRADIENT, ge=0)
 
 
 class DistillationConfig(Section):

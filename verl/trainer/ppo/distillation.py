@@ -9,7 +9,6 @@ or on a server. `algorithms.distillation` has the losses.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from verl.config import schema
@@ -42,13 +41,16 @@ class Teachers:
         teachers, column = self.config.teachers_by_key, self.config.teacher_key
         if len(teachers) == 1:
             return {next(iter(teachers)): list(range(len(batch)))}
-        selected = batch.column(column).astype(str)
-        if missing := set(selected) - teachers.keys():
+        selected = list(map(str, batch.column(column)))
+        if missing := sorted(set(selected) - teachers.keys()):
             raise ValueError(
-                f"no teacher for prompts with {column}={min(missing)!r}: the keys of distillation.teacher_models are "
+                f"no teacher for prompts with {column}={missing[0]!r}: the keys of distillation.teacher_models are "
                 f"{', '.join(teachers)}"
             )
-        return {key: np.flatnonzero(selected == key).tolist() for key in dict.fromkeys(selected)}
+        rows_of: dict[str, list[int]] = {}
+        for row, key in enumerate(selected):
+            rows_of.setdefault(key, []).append(row)
+        return rows_of
 
     def log_probs(self, key: str, batch: DataProto) -> Mapping[str, torch.Tensor]:
         """The columns of one teacher."""
