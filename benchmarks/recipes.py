@@ -92,12 +92,12 @@ EXPERIMENTS = {
     "safe_rlhf": Experiment(
         {"cost": "safe_rlhf/cost_mean", "reward": "critic/score/mean", "lambda": "safe_rlhf/lambda"},
         {
-            "safe_rlhf": Method(SafeRLHFTrainer, _SAFE),
+            "safe_rlhf": Method(SafeRLHFTrainer, (*_SAFE, "safe_rlhf.lambda_lr=0.3")),
             "control: no multiplier": Method(
                 SafeRLHFTrainer, (*_SAFE, "safe_rlhf.lambda_init=1e-9", "safe_rlhf.lambda_lr=0")
             ),
         },
-        ("safe_rlhf.cost_limit=0.3", "actor_rollout_ref.rollout.n=4"),
+        ("safe_rlhf.cost_limit=0.3", "actor_rollout_ref.rollout.n=4", f"{_ACTOR}optim.lr=1e-4"),
         steps=60,
         limit=0.3,
     ),

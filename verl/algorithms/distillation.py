@@ -66,8 +66,8 @@ def distillation_loss(
         pair = outputs["candidate_log_probs"], columns["teacher_candidate_log_probs"]
         policy, candidates = (torch.where(mask.bool()[..., None], x, 0) for x in pair)
         losses = forward_kl_topk(policy, candidates, log_prob_min_clamp=settings["log_prob_min_clamp"])
-        for name, log_probs in (("student", policy), ("teacher", candidates)):
-            metrics[f"distillation/{name}_mass"] = mean_parts(log_probs.exp().sum(-1), mask)
+        metrics["distillation/student_mass"] = mean_parts(policy.exp().sum(-1), mask)
+        metrics["distillation/teacher_mass"] = mean_parts(candidates.exp().sum(-1), mask)
     else:
         losses = kl_penalty(log_prob, teacher, loss_mode)
     (losses,) = zero_padding(mask, losses)
