@@ -92,7 +92,7 @@ EXPERIMENTS = {
     "safe_rlhf": Experiment(
         {"cost": "safe_rlhf/cost_mean", "reward": "critic/score/mean", "lambda": "safe_rlhf/lambda"},
         {
-            "safe_rlhf": Method(SafeRLHFTrainer, (*_SAFE, "safe_rlhf.lambda_init=0.7")),
+            "safe_rlhf": Method(SafeRLHFTrainer, (*_SAFE, "safe_rlhf.lambda_gain=8")),
             "control: no multiplier": Method(
                 SafeRLHFTrainer, (*_SAFE, "safe_rlhf.lambda_init=1e-9", "safe_rlhf.lambda_lr=0")
             ),

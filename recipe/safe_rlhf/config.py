@@ -13,6 +13,9 @@ class SafeRLHFSection(Section):
     cost_limit: float = field(0.0, "the mean cost of a response that the policy may have")
     lambda_init: float = field(1.0, "multiplier of the first step", gt=0)
     lambda_lr: float = field(0.1, "learning rate of its logarithm; 0: a constant multiplier", ge=0)
+    lambda_gain: float = field(
+        0.0, "the multiplier of a step is also scaled by exp(gain * (mean cost - limit)), against oscillations", ge=0
+    )
     lambda_max: float = field(100.0, "upper bound of the multiplier", gt=0)
     cost_model: schema.RewardModelConfig = section(
         schema.RewardModelConfig, "model that gives the cost; not enabled: the value `cost` of the reward function"

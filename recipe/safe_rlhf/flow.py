@@ -64,9 +64,10 @@ class LagrangeAdvantage(Stateful):
         safe, costs = self.config.safe_rlhf, batch.batch["token_level_costs"]
         further = {"values": batch.batch["cost_values"]} if "cost_values" in batch else {}
         of_costs = self.estimate(batch.replace(token_level_rewards=costs, **further)).batch
-        multiplier, mean_cost = math.exp(self.log_lambda), costs.sum(1).mean().item()
-        self.log_lambda += safe.lambda_lr * multiplier * (mean_cost - safe.cost_limit)
-        self.log_lambda = min(self.log_lambda, math.log(safe.lambda_max))
+        mean_cost, largest = costs.sum(1).mean().item(), math.log(safe.lambda_max)
+        excess = mean_cost - safe.cost_limit
+        multiplier = math.exp(min(self.log_lambda + safe.lambda_gain * excess, largest))
+        self.log_lambda = min(self.log_lambda + safe.lambda_lr * math.exp(self.log_lambda) * excess, largest)
         advantages = (batch.batch["advantages"] - multiplier * of_costs["advantages"]) / (1 + multiplier)
         metrics = {"safe_rlhf/cost_mean": mean_cost, "safe_rlhf/lambda": multiplier}
         columns = {"advantages": advantages, "cost_returns": of_costs["returns"]}

@@ -59,6 +59,18 @@ def test_the_advantage_and_the_multiplier_by_hand():
     assert other(batch).meta_info["metrics"]["safe_rlhf/lambda"] == pytest.approx(2 * math.e)
 
 
+def test_the_gain_scales_the_multiplier_of_the_step_alone():
+    combine = LagrangeAdvantage(config_of("safe_rlhf={lambda_init: 2, lambda_lr: 0, lambda_gain: 3, cost_limit: 1}"))
+    columns = {name: torch.ones(2, 2) for name in ("token_level_rewards", "advantages")}
+    for cost in (1.5, 0.5):
+        columns["token_level_costs"] = torch.tensor([[0.0, cost], [0.0, cost]])
+        batch = DataProto.from_dict(
+            columns | {"response_mask": torch.ones(2, 2, dtype=torch.long)}, {"uid": ["a", "a"]}
+        )
+        multiplier = combine(batch).meta_info["metrics"]["safe_rlhf/lambda"]
+        assert multiplier == pytest.approx(2 * math.exp(3 * (cost - 1)))
+
+
 def test_the_multiplier_has_a_bound():
     combine = LagrangeAdvantage(config_of("safe_rlhf={lambda_init: 5, lambda_max: 6, lambda_lr: 10}"))
     batch = DataProto.from_dict(
