@@ -218,6 +218,15 @@ def test_a_teacher_with_another_tokenizer_is_refused(settings, tmp_path, forbid_
         LocalPPOTrainer(overrides=[*settings, "algorithm.name=grpo", *overrides])
 
 
+@pytest.mark.parametrize(
+    ("loss", "message"), [("vanila", "did you mean 'vanilla'"), ("dro", "needs the setting 'dro_beta'")]
+)
+def test_a_policy_loss_that_cannot_run_is_refused(distilled, loss, message, forbid_workers):
+    gradient = [f"{LOSS}loss_mode=k1", f"{LOSS}use_policy_gradient=true", f"{LOSS}policy_loss_mode={loss}"]
+    with pytest.raises(ValueError, match=message):
+        LocalPPOTrainer(overrides=[*distilled, *gradient])
+
+
 def test_more_candidates_than_tokens_are_refused(distilled, forbid_workers):
     with pytest.raises(ValueError, match=r"topk: found 64, but the vocabulary of .* has 32 tokens"):
         LocalPPOTrainer(overrides=[*distilled, *TOP, f"{LOSS}topk=64"])

@@ -123,6 +123,9 @@ def check_required_settings(config: schema.Config) -> None:
             "receives nothing): take loss_agg_mode and return agg_loss(losses, response_mask, loss_agg_mode), so that "
             "the gradient does not depend on the micro-batch size"
         )
+    if (distillation := config.distillation.loss_settings) and distillation["use_policy_gradient"]:
+        loss, key = get_policy_loss_fn(distillation["policy_loss_mode"]), "distillation.distillation_loss"
+        check_settings(f"policy_loss_mode={distillation['policy_loss_mode']}", loss, distillation, key, {})
 
 
 def check_group_size(config: schema.Config) -> None:
