@@ -223,13 +223,13 @@ def draw(experiment: Experiment, runs: list[dict], path: Path) -> None:
 
     figure = Figure(figsize=(9, 3), layout="constrained")
     for axis, curve in zip(figure.subplots(1, 2), [*experiment.metrics][:2] * 2):
-        for name in experiment.methods:
+        for i, name in enumerate(experiment.methods):
             rows = [moving_mean(run[curve], WINDOW) for run in runs if run["method"] == name and curve in run]
             if not rows:
                 continue
             columns = list(zip(*rows))
             steps = range(experiment.steps - len(columns) + 1, experiment.steps + 1)
-            look = {"color": "0.5", "linestyle": "--"} if name.startswith("control") else {}
+            look = {"color": "0.5", "linestyle": "--"} if name.startswith("control") else {"color": f"C{i}"}
             (line,) = axis.plot(steps, [statistics.median(c) for c in columns], label=name, **look)
             bounds = [min(c) for c in columns], [max(c) for c in columns]
             axis.fill_between(steps, *bounds, alpha=0.15, color=line.get_color())
