@@ -108,6 +108,10 @@ EXPERIMENTS = {
                 EntropyTrainer,
                 (f"{_ACTOR}policy_loss.loss_mode=kl_cov", f"{_ACTOR}policy_loss.kl_cov_ratio=0.02"),
             ),
+            "kl_cov_20_percent": Method(
+                EntropyTrainer,
+                (f"{_ACTOR}policy_loss.loss_mode=kl_cov", f"{_ACTOR}policy_loss.kl_cov_ratio=0.2"),
+            ),
             "clip_cov": Method(
                 EntropyTrainer,
                 (
