@@ -108,9 +108,12 @@ EXPERIMENTS = {
                 EntropyTrainer,
                 (f"{_ACTOR}policy_loss.loss_mode=kl_cov", f"{_ACTOR}policy_loss.kl_cov_ratio=0.02"),
             ),
-            "kl_cov_20_percent": Method(
+            "kl_cov_strong": Method(
                 EntropyTrainer,
-                (f"{_ACTOR}policy_loss.loss_mode=kl_cov", f"{_ACTOR}policy_loss.kl_cov_ratio=0.2"),
+                (
+                    *(f"{_ACTOR}policy_loss.loss_mode=kl_cov", f"{_ACTOR}policy_loss.kl_cov_ratio=0.2"),
+                    f"{_ACTOR}policy_loss.ppo_kl_coef=20",
+                ),
             ),
             "clip_cov": Method(
                 EntropyTrainer,
