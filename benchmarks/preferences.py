@@ -164,7 +164,8 @@ def online(folder: Path, method: str, seed: int, control: bool) -> dict[str, Any
     with judge(control) if method == "judge" else contextlib.nullcontext() as url:
         if url is not None:
             keys = {"url": url, "model": "counter", "template": "{response}", "cache": str(run / "cache.sqlite")}
-            reward = ["reward.reward_function=judge", *(f"+reward.{key}={json.dumps(value)}" for key, value in keys.items())]
+            more = [f"+reward.{key}={json.dumps(value)}" for key, value in keys.items()]
+            reward = ["reward.reward_function=judge", *more]
         trainer = (DPOTrainer if method == "online dpo" else LocalPPOTrainer)(overrides=[*settings, *reward])
 
         def record(report: Any) -> None:

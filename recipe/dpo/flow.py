@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import torch
 
-from verl.algorithms.preference import select_pairs
+from verl.algorithms.preference import PreferenceLoss, select_pairs
 from verl.config import ConfigError, Problem
+from verl.config.schema import Config
 from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.recipe.dpo.offline import check_loss, loss_of
@@ -56,9 +57,9 @@ def check_loss_of_code(config: OnlineDPOConfig, inputs: Inputs) -> None:
         raise ConfigError(problems)
 
 
-def online_dpo(flow: DataFlow, config: OnlineDPOConfig, roles: Roles) -> DataFlow:
+def online_dpo(flow: DataFlow, config: Config, roles: Roles, loss: PreferenceLoss) -> DataFlow:
     """Edit the flow of the main trainer."""
-    actor, loss = config.actor_rollout_ref.actor, loss_of(config)
+    actor = config.actor_rollout_ref.actor
     rows = 4 if loss.needs_kl else 2  # of a prompt
     plan = rows * actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed
     columns = (*SEQUENCES, "response_mask")  # and label, margin and pair_weight, which `pairs` adds to its rows

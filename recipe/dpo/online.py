@@ -23,7 +23,7 @@ class DPOTrainer(PPOTrainer):
     recipe = RECIPE
 
     def build_flow(self) -> DataFlow:
-        return online_dpo(super().build_flow(), self.config, self.roles)
+        return online_dpo(super().build_flow(), self.config, self.roles, loss_of(self.config))
 
     def worker_specs(self) -> dict[str, WorkerSpec]:
         specs = super().worker_specs()

@@ -103,7 +103,6 @@ VALUES = {
     "trainer.async.max_staleness=-1": "found -1, expected int >= 0",
     "actor_rollout_ref.hybrid_engine=false": "no separate devices",
     f"{ACTOR}optim.optimizer=SGD": "AdamW8bit",
-    "distillation.enabled=true": "distillation from a teacher is not supported",
     "model_engine=veomni": "selects the engine veomni, which is not supported yet: use dp",
     f"{ARR}ref.megatron.router_replay.mode=R3": "actor.router_replay.mode is for all roles",
     f"{ACTOR}megatron.tensor_model_paralel_size=2": "did you mean",

@@ -3,7 +3,7 @@
 import pytest
 
 from verl.config import load_config
-from verl.recipe import dpo, prime
+from verl.recipe import dpo, flowrl, gkd, prime, safe_rlhf, spin
 
 N = "actor_rollout_ref.rollout.n"
 REFUSED = [
@@ -20,6 +20,18 @@ REFUSED = [
     (prime, "prime.ppo_mini_batch_size=3", "does not divide"),
     (prime, "prime.filter.accuracy_lower_bound=0.9", "no prompt could be preferred"),
     (prime, "prime.betta=1", "beta"),
+    (flowrl, "imports=[]", "registers the loss"),
+    (flowrl, f"{N}=1", "a mean over responses"),
+    (flowrl, "actor_rollout_ref.ref.enable=null", "reads the reference"),
+    (gkd, "distillation.enabled=false", "GKD needs a teacher"),
+    (gkd, "distillation.distillation_loss.use_task_rewards=true", "GKD has no rewards"),
+    (gkd, "algorithm.adv_estimator=rloo", "GKD has no advantages"),
+    (safe_rlhf, "algorithm.adv_estimator=remax", "a baseline of the rewards"),
+    (safe_rlhf, "safe_rlhf.cost_model.enable=true", "set it to a sequence-classification model"),
+    (spin, "spin.preferred=data", "use 1 with spin.preferred=data"),
+    (spin, "spin={preferred: data, response_keyy: x}", "response_key"),
+    (spin, "actor_rollout_ref.ref.enable=null", "needs the reference"),
+    (spin, "actor_rollout_ref.actor.use_kl_loss=true", r"limits the KL by algorithm\.dpo_beta"),
 ]
 
 

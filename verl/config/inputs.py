@@ -78,6 +78,9 @@ def check_models(config: Schema) -> Iterator[Problem]:
     first = next(iter(paths))
     if paths[first] is None:
         yield Problem(first, "missing: set it to a model folder or a Hugging Face Hub id")
+    if (distillation := getattr(config, "distillation", None)) is not None:
+        local = {name: each for name, each in distillation.teacher_models.items() if each.server_url is None}
+        paths |= {f"distillation.teacher_models.{name}.model_path": each.model_path for name, each in local.items()}
     for path in dict.fromkeys(paths.values()):
         yield from check_model_path(next(key for key in paths if paths[key] == path), path)
     for key, path in values.items():

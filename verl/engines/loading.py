@@ -466,7 +466,7 @@ class TokenModel(nn.Module):
             )
 
     def forward(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> Tensors:
-        """Each requested output, (b, T), float32 (float64 for a float64 model), 0 outside the response."""
+        """Each requested output, (b, T) or (b, T, K), float32 (float64 for a float64 model), 0 outside the response."""
         with torch.autocast(model_input.input_ids.device.type, self.autocast_to, enabled=self.autocast_to is not None):
             hidden = self.hidden_states(model_input)
             states = hidden.flatten(0, 1)[model_input.states]
@@ -476,11 +476,10 @@ class TokenModel(nn.Module):
                     raise ValueError(f"a critic or reward model outputs values, not {unknown}")
                 values_by_name = {"values": self.head(states)[:, 0]}
             else:
-                values_by_name = token_statistics(
-                    states, model_input.targets, self.head, self.vocab_size, outputs, temperature, self.batch_invariant
-                )
+                read = states, model_input.targets, self.head, self.vocab_size, outputs, temperature
+                values_by_name = token_statistics(*read, self.batch_invariant, candidates=model_input.candidates)
         scattered = {
-            name: model_input.scatter(values if values.dtype == torch.float64 else values.float())
+            name: model_input.scatter(values if values.dtype in (torch.float64, torch.int64) else values.float())
             for name, values in values_by_name.items()
         }
         ranks = model_input.packing.ranks if model_input.packing is not None else None

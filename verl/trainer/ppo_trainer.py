@@ -31,6 +31,7 @@ from verl.trainer.output.samples import (
     step_record,
 )
 from verl.trainer.ppo.canary import Canary
+from verl.trainer.ppo.distillation import distill
 from verl.trainer.ppo.flow import (
     PPORunner,
     build_ppo_flow,
@@ -155,6 +156,8 @@ class PPOTrainer(Trainer):
             from verl.trainer.ppo.dynamic_sampling import sample_dynamically
 
             sample_dynamically(flow, self.config, self.tokenizer.pad_token_id)
+        if self.config.distillation.enabled:
+            distill(flow, self.config, self.roles)
         return correct_rollout(flow, self.config)
 
     def make_runner(self) -> PPORunner:

@@ -72,7 +72,7 @@ def _if_true(settings: dict[str, Any]) -> Computed:
     return lambda value, lookup: settings if _bool(value) else {}
 
 
-_DEVICE_KEYS = "actor_devices, rollout_devices, ref_devices, critic_devices, reward_devices"
+_DEVICE_KEYS = "actor_devices, rollout_devices, ref_devices, critic_devices, reward_devices, teacher_devices"
 _prox_log_probs = _if_true({_ARR + "actor.old_log_prob_pass": "always"})
 
 

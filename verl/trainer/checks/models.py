@@ -66,6 +66,8 @@ def check_models(run: Run) -> None:
             check_layers(
                 role.model, kind, role.engine, deterministic and not is_critic, replays and role.name == "actor"
             )
+    for teacher in config.distillation.local_teachers.values():
+        check_model(teacher.model, "causal_lm")
     if reward.enable:
         section = schema.ModelConfig(path=reward.model_path, trust_remote_code=reward.trust_remote_code)
         check_model(section, "reward")

@@ -84,8 +84,6 @@ def load_sft_inputs(
     run: "Run", tokenizer: Any, default: type[TokenizedDataset], collate: Callable[..., DataProto]
 ) -> Inputs:
     """Like `load_inputs`, for SFT. default: the dataset class; collate: (items, pad_token_id) -> a batch."""
-    from verl.data.sft_dataset import SFTDataset
-
     config, data, cls = run.config, run.config.data, dataset_class(run.config, default)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
