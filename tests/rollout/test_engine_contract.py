@@ -23,6 +23,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks import faults
 from tests.rollout.contract import (
     CHOSEN,
     DEFAULTS,
@@ -45,7 +46,6 @@ from tests.rollout.contract import (
     save_model,
 )
 from verl.rollout.request import Completion, Request, SamplingParams, StopStrings, make_requests
-from verl.trainer.guards import faults
 from verl.trainer.ppo.canary import StaleWeightsError
 from verl.weight_sync import SlicedWeights
 

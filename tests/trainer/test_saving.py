@@ -259,7 +259,7 @@ def test_a_validation_without_the_metric_is_no_improvement(given, caplog):
         watch.observe(step, metrics)
         improved.append(watch.improved)
     assert improved == [False, True, False, False, True] and watch.best == Best(METRIC, 0.6, 5, "max")
-    assert [record.args[1] for record in caplog.records] == [1, 3, 4]
+    assert [record.args[0] for record in caplog.records] == [1, 3, 4]
 
 
 @pytest.mark.parametrize("key", ["save_best=true", "early_stopping.patience=2"])
