@@ -91,7 +91,7 @@ def _check_role(config: Config, role: ModelRole, devices: list[int] | None) -> I
 
 def _check_shard_groups(section: str, engine: EngineConfig | MegatronConfig, ranks: int) -> Iterator[Problem]:
     """FSDP shards over groups of `fsdp_size` ranks, of those that a tensor-parallel group leaves."""
-    if isinstance(engine, MegatronConfig) or ranks == 1 or ranks % engine.tensor_parallel_size:
+    if isinstance(engine, MegatronConfig) or ranks % engine.tensor_parallel_size:
         return
     size, sharding = engine.fsdp_size, ranks // engine.tensor_parallel_size
     if size > 0 and sharding % size:

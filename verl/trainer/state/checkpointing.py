@@ -235,6 +235,8 @@ class Checkpointer:
     def poll(self, wait: bool = False) -> None:
         """Complete the pending checkpoint if it is written. Raises the error of a role that could not write."""
         if self._pending is None:
+            if describe_saving(self.config.trainer) != "never":
+                self.store.warn_of_space()
             return
         groups = [self.roles[role] for role in self._present_roles()]
         start, limit = time.monotonic(), self._durations.limit("write")
