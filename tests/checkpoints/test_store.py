@@ -150,6 +150,11 @@ def test_a_save_that_will_not_fit_is_announced_once(tmp_path, monkeypatch, caplo
     store = CheckpointStore(tmp_path / "run")
     set_free(0)
     store.warn_of_space()  # its size is not known yet
+    CheckpointStore(tmp_path / "run").warn_of_space(2 << 20)  # nor its disk
+    (tmp_path / "first").mkdir()
+    CheckpointStore(tmp_path / "first").warn_of_space(2 << 20)
+    assert "needs about 2.0 MiB" in caplog.messages[0]
+    caplog.clear()
     with store.writing(1) as folder:
         (folder / "model.bin").write_bytes(bytes(5 << 20))
     for known in (store, CheckpointStore(tmp_path / "run")):  # a resumed run knows it from the start
@@ -157,7 +162,7 @@ def test_a_save_that_will_not_fit_is_announced_once(tmp_path, monkeypatch, caplo
             set_free(size)
             known.warn_of_space()
             assert len(caplog.messages) == count
-        assert f"newest one has 5.0 MiB, and {tmp_path / 'run'} has 4.0 MiB free" in caplog.messages[0]
+        assert f"needs about 5.0 MiB, and {tmp_path / 'run'} has 4.0 MiB free" in caplog.messages[0]
         caplog.clear()
 
 

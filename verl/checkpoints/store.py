@@ -171,14 +171,15 @@ class CheckpointStore:
         if self.keep is not None:
             self.prune(self.keep)
 
-    def warn_of_space(self) -> None:
-        """Warn, once until it fits again, that the next checkpoint will not fit if it is as large as the newest one."""
+    def warn_of_space(self, weights: int = 0) -> None:
+        """Warn, once until it fits again, that the next checkpoint, as large as the newest one, will not fit.
+        weights: the bytes that the first one has at least."""
         if self._size is None:
-            self._size = folder_size(newest) if (newest := self.newest()) else 0
-        free = shutil.disk_usage(self.root).free if self._size else 0
+            self._size = folder_size(newest) if (newest := self.newest()) else weights
+        free = shutil.disk_usage(self.root).free if self._size and self.root.is_dir() else self._size
         if self._size > free and not self._warned_of_space:
             logger.warning(
-                "the next checkpoint will not fit: the newest one has %s, and %s has %s free. Free some space before "
+                "the next checkpoint will not fit: it needs about %s, and %s has %s free. Free some space before "
                 "the next save; an old checkpoint is deleted after a new one is written",
                 *(format_bytes(self._size), self.root, format_bytes(free)),
             )

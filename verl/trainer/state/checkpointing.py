@@ -292,6 +292,8 @@ class Checkpointer:
         """
         if describe_saving(self.config.trainer) != "never":
             self.check_folder_is_shared()
+            weights = Path(self.run.inputs.model.path).glob("*.safetensors")
+            self.store.warn_of_space(sum(path.stat().st_size for path in weights))
         folder = self._folder_to_load()
         step = 0 if folder is None else self.restore(folder)
         self._rewound = False
