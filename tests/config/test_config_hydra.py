@@ -101,7 +101,6 @@ def test_groups_that_select_what_is_supported(group, caplog):
 
 def test_groups_of_sft(tmp_path):
     overrides = ["engine=fsdp", "optim=fsdp", "model=hf_model", "engine.fsdp_size=2", "optim.lr=1e-4"]
-    overrides.append("trainer.n_gpus_per_node=2")
     config = load_config(overrides=overrides, schema=SFTConfig)
     assert (config.engine.fsdp_size, config.optim.lr) == (2, 1e-4)
     (problem,) = refused(overrides=["engine=veomni"], schema=SFTConfig)

@@ -91,12 +91,19 @@ def _check_role(config: Config, role: ModelRole, devices: list[int] | None) -> I
 
 def _check_shard_groups(section: str, engine: EngineConfig | MegatronConfig, ranks: int) -> Iterator[Problem]:
     """FSDP shards over groups of `fsdp_size` ranks, of those that a tensor-parallel group leaves."""
-    if isinstance(engine, MegatronConfig) or ranks % engine.tensor_parallel_size:
+    if isinstance(engine, MegatronConfig) or ranks == 1 or ranks % engine.tensor_parallel_size:
         return
     size, sharding = engine.fsdp_size, ranks // engine.tensor_parallel_size
     if size > 0 and sharding % size:
         message = f"{size} does not divide the {sharding} ranks that FSDP shards over: use a divisor, or -1 for all"
         yield Problem(f"{section}.fsdp_size", message)
+
+
+def shard_notes(config: Config | SFTConfig) -> Iterator[str]:
+    """One process is not sharded."""
+    role, processes = model_roles(config)[0], config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if processes == 1 and not isinstance(role.engine, MegatronConfig) and role.engine.fsdp_size > 1:
+        yield f"{role.engine_key}.fsdp_size={role.engine.fsdp_size} has no effect with one process"
 
 
 def check_rollout_ranks(config: Config) -> Iterator[Problem]:
