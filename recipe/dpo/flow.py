@@ -34,6 +34,10 @@ def check_settings(config: DPOConfig) -> Iterator[Problem]:
     rules = {
         "actor_rollout_ref.rollout.n": (policy.rollout.n < 2, "1, but a preference needs two responses: use 2 or more"),
         "actor_rollout_ref.ref.enable": (not policy.ref.enable, "DPO needs the reference: use true"),
+        "actor_rollout_ref.rollout.truncated_log_probs": (
+            policy.rollout.filters_log_probs,
+            "true, but DPO compares log-probs over all tokens: use false",
+        ),
         "dpo.answers": (
             dpo.answers == "file" and (policy.rollout.n != 2 or config.algorithm.filter_groups.enable),
             "file gives two responses to a prompt: use actor_rollout_ref.rollout.n=2, without algorithm.filter_groups",

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.distributed.tensor import DTensor
 
+from verl.columns import KEPT_TOKENS
 from verl.engines import checkpoint, memory
 from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
 from verl.engines.gathering import gather_tensors, local_shard, shard_of
 from verl.engines.loading import ModelSpec, TokenModel, checked, log_padding, resolve_model
 from verl.engines.memory import OnDevice, move_optimizer
 from verl.engines.metrics import MetricSums
-from verl.engines.micro_batch import host_columns, plan_micro_batches, take_rows
+from verl.engines.micro_batch import host_columns, join_rows, plan_micro_batches, take_rows
 from verl.engines.optimizer import check_change, clip_gradients, gradient_norm, lr_multiplier, make_optimizer
 from verl.engines.routing import (
     ROUTED_EXPERTS,
@@ -42,6 +43,7 @@ from verl.modeling.layers import use_kernels
 from verl.modeling.linear import WeightCache
 from verl.modeling.moe import RoutingStatistics
 from verl.modeling.packing import build_input, padding_reason, row_lengths, to_device
+from verl.modeling.token_filter import TokenFilter
 from verl.modeling.vision import INDEX, Media, tower_of
 from verl.protocol import DataProto
 from verl.utils.shards import Shard
@@ -134,26 +136,25 @@ class TorchEngine(TrainEngine):
     # ---- computing ----------------------------------------------------------------------------------------------
 
     def infer(
-        self, batch: DataProto, outputs: tuple[str, ...], micro: MicroBatching, temperature: float = 1.0
+        self,
+        batch: DataProto,
+        outputs: tuple[str, ...],
+        micro: MicroBatching,
+        temperature: float = 1.0,
+        token_filter: TokenFilter | None = None,
     ) -> Tensors:
-        names = (*_INPUTS, *set_replay(self.model.routing, batch))
+        names = (*_INPUTS, *set_replay(self.model.routing, batch), *(n for n in KEPT_TOKENS if n in batch))
         columns, media = host_columns(batch, names, self.module.config)
         plan = self._plan(columns, micro, shares_prefix=ROUTED_EXPERTS not in outputs)
-        result: Tensors = {}
         chunks = []
         with self.on_device(), torch.no_grad(), self._fixed_weights(training=False):
             for rows in plan.rows:
-                micro_outputs = self._forward(take_rows(columns, rows), plan.shared_prefix, outputs, temperature, media)
-                micro_outputs = {k: v.float() if v.is_floating_point() else v for k, v in micro_outputs.items()}
+                share = take_rows(columns, rows)
+                micro_outputs = self._forward(share, plan.shared_prefix, outputs, temperature, media, token_filter)
                 chunks.append((rows, {k: v.to("cpu", non_blocking=True) for k, v in micro_outputs.items()}))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # once, not for every micro-batch
-        for rows, micro_outputs in chunks:
-            for name, values in micro_outputs.items():
-                if name not in result:
-                    result[name] = values.new_zeros(len(batch), *values.shape[1:])
-                result[name][rows] = values
-        return result
+        return join_rows(chunks, len(batch))
 
     def train_batch(
         self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0
@@ -182,10 +183,16 @@ class TorchEngine(TrainEngine):
         return metrics
 
     def _forward(
-        self, columns: Tensors, shared_prefix: bool, outputs: tuple[str, ...], temperature: float, media: Media | None
+        self,
+        columns: Tensors,
+        shared_prefix: bool,
+        outputs: tuple[str, ...],
+        temperature: float,
+        media: Media | None,
+        token_filter: TokenFilter | None = None,
     ) -> Tensors:
         """Outputs (b, T) of a micro-batch. The input is built on the host without synchronizing with the device."""
-        model_input = build_input(columns, self.packs, shared_prefix, media)
+        model_input = build_input(columns, self.packs, shared_prefix, media, token_filter)
         if self.sharding.sequence_ranks is not None:
             model_input = model_input.share_of(self.sharding.sequence_ranks)
         model_input = model_input.to(self.device)

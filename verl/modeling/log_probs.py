@@ -7,13 +7,16 @@ fit, they are kept for it; otherwise they are recomputed chunk by chunk.
 V: vocabulary; S: selected states. x: logits / temperature; p: softmax(x); H: entropy.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from verl.modeling.batch_invariant.chunked import log_sum_exp
+from verl.modeling.token_filter import NO_TOKEN, TokenFilter, kept_statistics
 
 OUTPUTS = ("log_probs", "entropys", "sum_pi_squared")
 
@@ -214,6 +217,7 @@ def token_statistics(
     temperature: float = 1.0,
     batch_invariant: bool = False,
     sharded_statistics: ShardedStatisticsFn | None = None,
+    kept: torch.Tensor | TokenFilter | None = None,
 ) -> dict[str, torch.Tensor]:
     """Statistics of the distribution softmax(head(states) / temperature).
 
@@ -227,16 +231,22 @@ def token_statistics(
         batch_invariant: the bits of log_probs do not depend on the other states, provided that the head's do not.
         sharded_statistics: computes the three statistics for a head that returns a shard of the vocabulary;
             `vocab_size` is then the size of the shard.
+        kept: (S, K) the tokens that the distribution is over, the target first (`token_filter.kept_statistics`), or
+            the filter that determines them; None: all.
 
     Returns:
-        name -> (S,) float32, or float64 for a float64 model.
+        name -> (S,) float32, or float64 for a float64 model. With a filter also kept_tokens (S, K) int64.
     """
     unknown = set(outputs) - set(OUTPUTS)
     if unknown:
         raise ValueError(f"expected outputs out of {', '.join(OUTPUTS)}, found {sorted(unknown)}")
     requested = tuple(name in outputs for name in OUTPUTS)
 
-    def chunk_statistics(states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def chunk_statistics(
+        states: torch.Tensor, targets: torch.Tensor, kept: torch.Tensor | TokenFilter | None
+    ) -> tuple[torch.Tensor, ...]:
+        if kept is not None:
+            return kept_statistics(head(states), targets, kept, temperature)
         if sharded_statistics is not None:
             return sharded_statistics(head(states), targets, temperature, requested)
         return _TokenStatistics.apply(head(states), targets, temperature, requested, batch_invariant)
@@ -244,13 +254,18 @@ def token_statistics(
     rows = max(1, CHUNK_ELEMENTS[states.device.type] // vocab_size)
     if states.is_cuda and len(states) > rows:  # equal chunks: a small last one would be a slow GEMM
         rows = -(-len(states) // -(-len(states) // rows))
-    chunks = list(zip(states.split(rows), targets.split(rows)))
+    kept_of = kept.split(rows) if isinstance(kept, torch.Tensor) else itertools.repeat(kept)
+    chunks = list(zip(states.split(rows), targets.split(rows), kept_of))
     recompute = torch.is_grad_enabled() and len(chunks) > 1 and not _fit(states, vocab_size)
     results = [
         checkpoint(chunk_statistics, *chunk, use_reentrant=False) if recompute else chunk_statistics(*chunk)
         for chunk in chunks
     ]
-    return {name: torch.cat([result[OUTPUTS.index(name)] for result in results]) for name in outputs}
+    values = {name: torch.cat([result[OUTPUTS.index(name)] for result in results]) for name in outputs}
+    if isinstance(kept, TokenFilter):
+        rows_of_kept = [row for result in results for row in result[-1]]
+        values["kept_tokens"] = pad_sequence(rows_of_kept, batch_first=True, padding_value=NO_TOKEN)
+    return values
 
 
 def _fit(states: torch.Tensor, vocab_size: int) -> bool:

@@ -20,6 +20,7 @@ from verl.modeling.indexing import scatter_rows
 from verl.modeling.model_types import ATTENTION_LAYERS
 from verl.modeling.sequence_parallel import SequenceRanks
 from verl.modeling.shared_prefix import first_with_prompt, shared_prefix_layout
+from verl.modeling.token_filter import TokenFilter, pack_kept, unpack_kept
 from verl.modeling.vision import INDEX, PACKED, Media, VisionInput, is_vision_config, language_model_of
 
 Tensors = dict[str, torch.Tensor]
@@ -135,6 +136,8 @@ class ModelInput:
         width: P + T.
         routed_experts: (N, layers, k) choices of the routers to replay (`modeling.moe`), or None.
         vision: images of the prompts, if any.
+        kept: (S, K) the tokens that each state's distribution is over, or the filter that determines and records them
+            (`token_filter`); None: all.
     """
 
     input_ids: torch.Tensor
@@ -149,10 +152,22 @@ class ModelInput:
     width: int
     routed_experts: torch.Tensor | None = None
     vision: VisionInput | None = None
+    kept: torch.Tensor | TokenFilter | None = None
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
         """(S,) values of the selected states -> (b, T), 0 elsewhere."""
         return scatter_rows(values, self.slots, *self.shape)
+
+    def outputs(self, values_by_name: Tensors) -> Tensors:
+        """Values of the selected states -> (b, T), on every rank; kept_tokens (S, K) -> the columns of `pack_kept`."""
+        ranks = self.packing.ranks if self.packing is not None else None
+
+        def scatter(values: torch.Tensor) -> torch.Tensor:
+            return self.scatter(values) if ranks is None else ranks.sum_of_shares(self.scatter(values))
+
+        kept = values_by_name.pop("kept_tokens", None)
+        result = {k: scatter(v if v.dtype == torch.float64 else v.float()) for k, v in values_by_name.items()}
+        return result if kept is None else result | pack_kept(self, kept)
 
     def to(self, device: torch.device) -> "ModelInput":
         """A copy whose tensors are moved from the host to a device."""
@@ -188,6 +203,7 @@ class ModelInput:
             tokens=self.tokens[span],
             routed_experts=None if experts is None else experts[span],
             vision=None if self.vision is None else self.vision.share_of(start, tokens),
+            kept=self.kept[is_local] if isinstance(self.kept, torch.Tensor) else self.kept,
         )
 
 
@@ -211,16 +227,22 @@ def row_lengths(attention_mask: torch.Tensor) -> list[int]:
 
 
 def build_input(
-    rows: Tensors, remove_padding: bool, shared_prefix: bool = False, media: Media | None = None
+    rows: Tensors,
+    remove_padding: bool,
+    shared_prefix: bool = False,
+    media: Media | None = None,
+    kept: TokenFilter | None = None,
 ) -> ModelInput:
     """The model input of a micro-batch.
 
     Args:
-        rows: the columns input_ids, attention_mask, position_ids and responses, and routed_experts for router replay.
+        rows: the columns input_ids, attention_mask, position_ids and responses, routed_experts for router replay, and
+            kept_tokens and kept_counts for log-probs over the kept tokens.
             The tokens of a row are contiguous (left-padded prompt, right-padded response).
         remove_padding: pack the rows.
         shared_prefix: compute the tokens of a prompt once for all rows that have it; for packed rows only.
         media: the images of the batch; the rows then have the column `vision.INDEX`.
+        kept: a filter, as `ModelInput.kept`.
     """
     attention = rows["attention_mask"].bool()
     width = rows["responses"].shape[1]
@@ -230,6 +252,8 @@ def build_input(
     slots = responded.flatten().nonzero()[:, 0]
     targets = rows["responses"].flatten()[slots]
     row, t = slots // width, slots % width
+    if "kept_tokens" in rows:
+        kept = unpack_kept(rows["kept_tokens"], rows["kept_counts"], slots)
     if not remove_padding:
         # nothing comes before the first token of a row: it would enter the state of a layer that has one
         lengths, longest = attention.sum(1), int(attention.sum(1).max())
@@ -246,6 +270,7 @@ def build_input(
             *(rows["input_ids"].gather(1, order), positions, mask, None, states, targets, slots, shape),
             *_routed_experts(rows, tokens),
             vision,
+            kept,
         )
     first = first_with_prompt(attention, rows["input_ids"], width, rows.get(INDEX)) if shared_prefix else range(b)
     if len(set(first)) < b:
@@ -263,7 +288,7 @@ def build_input(
         positions = positions.transpose(0, 1).flatten(1)[:, None, tokens]
     vision = None if media is None else media.input_of(rows, tokens)
     return ModelInput(
-        ids, positions, None, packing, states, targets, slots, shape, *_routed_experts(rows, tokens), vision
+        ids, positions, None, packing, states, targets, slots, shape, *_routed_experts(rows, tokens), vision, kept
     )
 
 
