@@ -52,7 +52,7 @@ def row(random: Random) -> dict[str, Any]:
     return {
         "data_source": "walk",
         "prompt": [{"role": "user", "content": PROMPT}],
-        "reward_model": {"style": "rule", "ground_truth": ""},
+        "reward_model": {"style": "rule", "ground_truth": "goal"},
         "extra_info": {"interaction_kwargs": {"seed": random.randrange(2**31)}},
     }
 

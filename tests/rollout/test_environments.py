@@ -131,5 +131,5 @@ def test_a_real_environment_of_gymnasium(tmp_path, tokenizer):
     config = rollout(f"multi_turn.interaction_config_path={tmp_path / 'lake.yaml'}")
     loop = make_agent_loop(config.agent.default_agent_loop, config, tokenizer)
     trajectory = play(loop, tokenizer, "lake", *["down", "down", "right", "right", "down", "right"])
-    assert "SFFF" in tokenizer.decode(trajectory.prompt_ids)
+    assert "FHFH" in tokenizer.decode(trajectory.prompt_ids)
     assert trajectory.info["turn_scores"] == [0, 0, 0, 0, 0, 1]

@@ -69,7 +69,7 @@ def test_tools_of_a_server_over_stdio_and_http(tmp_path):
     assert add["function"]["parameters"]["required"] == ["a", "b"]
     (total, failed, unknown) = results(path, ("add", {"a": "2", "b": 3}), ("fail", {}), ("sub", {}))
     assert total == ("5", False)
-    assert failed[1] and "no luck" in failed[0]
+    assert failed[1] and "Error executing tool fail" in failed[0]
     assert unknown == ("error: ValueError: there is no tool 'sub': known: add, fail", True)
     port = free_port()
     process = subprocess.Popen(

@@ -4,8 +4,6 @@
 _TABLE = """
 verl.rollout -> verl: agent_loop:agents server weight_sync
 verl -> verl.agents: tools
-verl.agents -> verl.agents: single_turn:loop
-verl.rollout.agent_loop -> verl.agents: chat base:loop single_turn:loop multi_turn public
 verl.agents.tools -> verl.agents.tools: interactions:base_tool
 verl.tools -> verl.agents.tools: base_tool interactions:base_tool function_tool host load parsers processes runner
 verl.tools -> verl.agents.tools: schemas worker
@@ -36,10 +34,6 @@ verl.modeling -> verl.engines: value_head:loading
 verl.engines.megatron -> verl.engines.megatron: offload:memory recompute:memory
 verl.env_check -> verl.env_check: machine:check probe:packages report:packages
 verl.utils -> verl.env_check: env_machine:check env_packages:packages env_report:packages import_probe:packages
-verl.evaluation -> verl.evaluation: shards:prompts
-verl.trainer -> verl.evaluation: generation_flow:generate answer_parts:prompts evaluation_report:report
-verl.trainer -> verl.evaluation: evaluation_flow:score
-verl.utils -> verl.evaluation: statistics
 verl.model_merger -> verl.model_merger: shard_pickle:fsdp verify:huggingface adapter_folder:lora writing:merge
 verl.model_merger -> verl.model_merger: distributed_checkpoint:sources safetensors_folder:sources source:sources
 verl.engines -> verl.modeling: attention fused_layers places:indexing layers layer_functions:layers_cpu
@@ -70,9 +64,6 @@ verl.rollout -> verl.rollout.native: native_torch:torch_decoder kernels:triton_k
 verl.rollout.native -> verl.rollout.native: fused_parameters:model requests:scheduler
 verl.rollout.sglang -> verl.rollout.sglang: filters:engine adapter_loader:loader capabilities:settings
 verl.rollout.vllm -> verl.rollout.vllm: capabilities:settings experts:slices
-verl.rollout.server -> verl.server: agent_loop agents app responses:app episodes http protocol engine_loop:service
-verl.rollout.server -> verl.server: service text:service tool_calls:service
-verl.server -> verl.server: responses:app engine_loop:service text:service
 verl.single_controller -> verl.single_controller: placement:cluster data_plane:remote_batch pickling:remote_batch
 verl.single_controller -> verl.single_controller: remote_tensor:remote_batch diagnosis:worker_group
 verl.single_controller -> verl.single_controller.local: local_group:cluster process_pool column_files:transport
