@@ -3,14 +3,15 @@
 import pytest
 
 from tests.trainer.runs import fit_reports
-from verl.agents.loop import AGENT_LOOPS, SingleTurn
+from verl.agents.loop import SingleTurn, register_agent_loop
 from verl.trainer.local_trainer import LocalPPOTrainer
 
-GRPO = ["algorithm.name=grpo", "trainer.total_training_steps=1", "reward.custom_reward_function.path=null"]
-GRPO += ["actor_rollout_ref.rollout.n=3"]
-LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop=ranked"
+GRPO = ["algorithm.name=grpo", "trainer.total_training_steps=1", "actor_rollout_ref.rollout.n=3"]
+NO_FUNCTION = "reward.custom_reward_function.path=null"
+LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop="
 
 
+@register_agent_loop("ranked_responses")
 class Ranked(SingleTurn):
     """The rank of a response among those of its prompt, by length and text."""
 
@@ -20,30 +21,21 @@ class Ranked(SingleTurn):
         return [order.index(i) for i in range(len(samples))]
 
 
-class Wrong(SingleTurn):
+@register_agent_loop("one_score")
+class OneScore(SingleTurn):
     @staticmethod
     def score_group(samples):
         return [1.0]
 
 
-@pytest.fixture
-def ranked(monkeypatch):
-    monkeypatch.setitem(AGENT_LOOPS, "ranked", Ranked)
-
-
-def test_the_scores_of_a_group_are_its_rewards(ranked, settings):
-    (report,) = fit_reports([*settings, *GRPO, LOOP], LocalPPOTrainer)
-    batch = report.batch
-    rows = zip(batch.non_tensor_batch["uid"], batch.batch["token_level_scores"].sum(1).tolist())
-    groups = {}
-    for uid, score in rows:
+def test_the_scores_of_a_group_are_its_rewards(settings):
+    (report,) = fit_reports([*settings, *GRPO, NO_FUNCTION, LOOP + "ranked_responses"], LocalPPOTrainer)
+    batch, groups = report.batch, {}
+    for uid, score in zip(batch.non_tensor_batch["uid"], batch.batch["token_level_scores"].sum(1).tolist()):
         groups.setdefault(uid, []).append(score)
     assert len(groups) > 1 and all(sorted(scores) == [0, 1, 2] for scores in groups.values())
 
 
-def test_a_wrong_number_of_scores_or_a_manager_without_groups_is_an_error(monkeypatch, settings):
-    monkeypatch.setitem(AGENT_LOOPS, "ranked", Wrong)
-    with pytest.raises(ValueError, match="score_group: expected 3 scores, one per sample, found 1"):
-        fit_reports([*settings, *GRPO, LOOP], LocalPPOTrainer)
-    with pytest.raises(ValueError, match=r"score_group of the agent loop needs reward_manager\.name=naive or dapo"):
-        LocalPPOTrainer(overrides=[*settings, *GRPO, LOOP, "reward.reward_manager.name=batch"])
+def test_a_wrong_number_of_scores_is_an_error(settings):
+    with pytest.raises(ValueError, match=r"score_group: expected \d scores, one per sample, found 1"):
+        fit_reports([*settings, *GRPO, NO_FUNCTION, LOOP + "one_score"], LocalPPOTrainer)

@@ -192,7 +192,7 @@ class TorchEngine(TrainEngine):
         token_filter: TokenFilter | None = None,
     ) -> Tensors:
         """Outputs (b, T) of a micro-batch. The input is built on the host without synchronizing with the device."""
-        model_input = build_input(columns, self.packs, shared_prefix, media, token_filter)
+        model_input = build_input(columns, self.packs, shared_prefix, media).with_kept(columns, token_filter)
         if self.sharding.sequence_ranks is not None:
             model_input = model_input.share_of(self.sharding.sequence_ranks)
         model_input = model_input.to(self.device)

@@ -169,6 +169,12 @@ class ModelInput:
         result = {k: scatter(v if v.dtype == torch.float64 else v.float()) for k, v in values_by_name.items()}
         return result if kept is None else result | pack_kept(self, kept)
 
+    def with_kept(self, rows: Tensors, token_filter: TokenFilter | None) -> "ModelInput":
+        """A copy with `kept`: the columns kept_tokens and kept_counts of the rows, or else the filter."""
+        if "kept_tokens" not in rows:
+            return dataclasses.replace(self, kept=token_filter)
+        return dataclasses.replace(self, kept=unpack_kept(rows["kept_tokens"], rows["kept_counts"], self.slots))
+
     def to(self, device: torch.device) -> "ModelInput":
         """A copy whose tensors are moved from the host to a device."""
         return to_device(self, device)
@@ -227,22 +233,16 @@ def row_lengths(attention_mask: torch.Tensor) -> list[int]:
 
 
 def build_input(
-    rows: Tensors,
-    remove_padding: bool,
-    shared_prefix: bool = False,
-    media: Media | None = None,
-    kept: TokenFilter | None = None,
+    rows: Tensors, remove_padding: bool, shared_prefix: bool = False, media: Media | None = None
 ) -> ModelInput:
     """The model input of a micro-batch.
 
     Args:
-        rows: the columns input_ids, attention_mask, position_ids and responses, routed_experts for router replay, and
-            kept_tokens and kept_counts for log-probs over the kept tokens.
+        rows: the columns input_ids, attention_mask, position_ids and responses, and routed_experts for router replay.
             The tokens of a row are contiguous (left-padded prompt, right-padded response).
         remove_padding: pack the rows.
         shared_prefix: compute the tokens of a prompt once for all rows that have it; for packed rows only.
         media: the images of the batch; the rows then have the column `vision.INDEX`.
-        kept: a filter, as `ModelInput.kept`.
     """
     attention = rows["attention_mask"].bool()
     width = rows["responses"].shape[1]
@@ -252,8 +252,6 @@ def build_input(
     slots = responded.flatten().nonzero()[:, 0]
     targets = rows["responses"].flatten()[slots]
     row, t = slots // width, slots % width
-    if "kept_tokens" in rows:
-        kept = unpack_kept(rows["kept_tokens"], rows["kept_counts"], slots)
     if not remove_padding:
         # nothing comes before the first token of a row: it would enter the state of a layer that has one
         lengths, longest = attention.sum(1), int(attention.sum(1).max())
@@ -270,7 +268,6 @@ def build_input(
             *(rows["input_ids"].gather(1, order), positions, mask, None, states, targets, slots, shape),
             *_routed_experts(rows, tokens),
             vision,
-            kept,
         )
     first = first_with_prompt(attention, rows["input_ids"], width, rows.get(INDEX)) if shared_prefix else range(b)
     if len(set(first)) < b:
@@ -288,7 +285,7 @@ def build_input(
         positions = positions.transpose(0, 1).flatten(1)[:, None, tokens]
     vision = None if media is None else media.input_of(rows, tokens)
     return ModelInput(
-        ids, positions, None, packing, states, targets, slots, shape, *_routed_experts(rows, tokens), vision, kept
+        ids, positions, None, packing, states, targets, slots, shape, *_routed_experts(rows, tokens), vision
     )
 
 

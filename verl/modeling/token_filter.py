@@ -140,11 +140,11 @@ def unpack_kept(tokens: torch.Tensor, counts: torch.Tensor, slots: torch.Tensor)
         slots: (S,) indices in (b * T).
     """
     size = counts.flatten()[slots].long()
-    place = torch.arange(int(size.max()) if len(size) else 1)
-    index = _offsets(counts).flatten()[slots][:, None] + place
+    position = torch.arange(int(size.max()) if len(size) else 1)
+    index = _offsets(counts).flatten()[slots][:, None] + position
     row = slots // counts.shape[1]
     ids = tokens[row[:, None], index.clamp(max=tokens.shape[1] - 1)].long()
-    return ids.masked_fill(place >= size[:, None], NO_TOKEN)
+    return ids.masked_fill(position >= size[:, None], NO_TOKEN)
 
 
 def _offsets(counts: torch.Tensor) -> torch.Tensor:

@@ -297,7 +297,7 @@ def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
         config=config.model_dump(),
     )
     if score_group is not None and not isinstance(loaded, NaiveRewardManager):
-        raise ValueError(f"score_group of the agent loop needs reward_manager.name=naive or dapo, found {manager.name}")
+        raise ValueError(f"score_group of the agent loop: expected a NaiveRewardManager, found {type(loaded).__name__}")
     if score_group is not None:
         loaded.score_group = score_group
     if reward.reward_model.enable and not loaded.compute_score.accepts_extra_info:
