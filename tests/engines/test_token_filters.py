@@ -5,6 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from tests.engines.ranks import make_engine, qwen2, run_on_ranks, save_model
+from verl.config import load_config
+from verl.config.errors import ConfigError
 from verl.config.schema import OptimConfig
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching, Objective
@@ -150,3 +152,10 @@ def test_ranks_that_split_a_sequence_record_the_same_tokens(paths):
             assert torch.equal(found[name], expected[name])
         for name in ("log_probs", "again"):
             torch.testing.assert_close(found[name], expected["log_probs"], atol=2e-6, rtol=1e-5)
+
+
+def test_an_engine_that_has_no_filters_is_refused_with_the_key():
+    keys = ["actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.rollout.top_p=0.9"]
+    with pytest.raises(ConfigError, match=r"truncated_log_probs: true, but strategy=megatron computes log-probs over"):
+        load_config(overrides=keys)
+    load_config(overrides=[*keys, "actor_rollout_ref.rollout.truncated_log_probs=false"])

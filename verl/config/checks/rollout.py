@@ -170,16 +170,10 @@ def check_deterministic(config: Config) -> Iterator[Problem]:
 def check_filters(config: Config) -> Iterator[Problem]:
     """The training engine computes log-probs over the tokens that the filters keep."""
     policy = config.actor_rollout_ref
-    if not policy.rollout.filters_log_probs:
-        return
-    strategy = next(
-        (s for s in (policy.actor.strategy, policy.ref.strategy) if not strategy_traits(s).token_filters), None
-    )
-    if strategy is not None:
-        message = (
-            f"true, but strategy={strategy} computes log-probs over all tokens: use false, turn the filters off, or "
-        )
-        yield Problem(_ROLLOUT + "truncated_log_probs", message + "use strategy=fsdp")
+    lacking = [s for s in (policy.actor.strategy, policy.ref.strategy) if not strategy_traits(s).token_filters]
+    if lacking and policy.rollout.filters_log_probs:
+        message = f"true, but strategy={lacking[0]} computes log-probs over all tokens: use false, strategy=fsdp, or "
+        yield Problem(_ROLLOUT + "truncated_log_probs", message + "turn the filters off")
 
 
 def check_router_replay(config: Config) -> Iterator[Problem]:
