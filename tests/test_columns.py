@@ -11,7 +11,7 @@ from verl.columns import COLUMNS, callable_name, check, describe_source, strict_
 
 B, P, T = 3, 4, 5
 SIZES = {"B": B, "P": P, "T": T, "P+T": P + T}
-DTYPE = {"int64": torch.int64, "mask": torch.int64, "float": torch.float32}
+DTYPE = {"int64": torch.int64, "int32": torch.int32, "mask": torch.int64, "float": torch.float32}
 
 
 def good() -> DataProto:
@@ -35,6 +35,8 @@ def good() -> DataProto:
         "reward_baselines": torch.zeros(B),
         "weight_version": torch.zeros(B, dtype=torch.int64),
         "routed_experts": torch.where(attention[..., None, None] > 0, torch.tensor([[3, 0], [1, 2]]), -1).short(),
+        "kept_tokens": torch.tensor([[5] * 6, [3, 3, 4, -1, -1, -1], [2, 1, 0, -1, -1, -1]], dtype=torch.int32),
+        "kept_counts": torch.tensor([[1, 1, 1, 1, 2], [1, 1, 1, 0, 0], [3, 0, 0, 0, 0]], dtype=torch.int32),
     }
     candidates = {"candidate_ids": torch.zeros(B, T, 4, dtype=torch.int64)}
     candidates["teacher_candidate_log_probs"] = torch.full((B, T, 4), -2.0)
@@ -47,7 +49,7 @@ def good() -> DataProto:
 
 
 #: columns of tensors whose shape is fixed by B, P and T
-OF_TENSORS = [k for k, c in COLUMNS.items() if c.dtype != "object" and not c.dims.endswith("k")]
+OF_TENSORS = [k for k, c in COLUMNS.items() if c.dtype != "object" and not c.dims.endswith(("k", "W"))]
 
 
 @pytest.fixture
@@ -98,6 +100,7 @@ def test_a_wrong_dtype(name):
     batch = good()
     wrong, allowed = {
         "int64": (torch.int32, "int64"),
+        "int32": (torch.int64, "int32"),
         "float": (torch.bfloat16, "float32 or float64"),
         "mask": (torch.float16, "bool or uint8"),
     }[COLUMNS[name].dtype]

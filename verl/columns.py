@@ -35,7 +35,7 @@ class Column:
     """One row of the table.
 
     Args:
-        dims: "B T", "B T k", "B P", "B P+T", "B P+T layers k" or "B".
+        dims: "B T", "B T k", "B P", "B P+T", "B P+T layers k", "B W" or "B".
         dtype: a key of `DTYPES`, or "object" for a column of Python objects.
         meaning: for the documentation.
     """
@@ -44,6 +44,9 @@ class Column:
     dtype: str
     meaning: str
 
+
+#: the tokens that the sampling filters kept, with which policy, reference and update compute log-probs
+KEPT_TOKENS = ("kept_tokens", "kept_counts")
 
 COLUMNS: dict[str, Column] = {
     "prompts": Column("B P", "int64", "prompt token ids, left-padded"),
@@ -64,6 +67,8 @@ COLUMNS: dict[str, Column] = {
     "teacher_log_probs": Column("B T", "float", "log-probs of the teacher of the row (distillation)"),
     "candidate_ids": Column("B T k", "int64", "the k tokens that the teacher finds most probable"),
     "teacher_candidate_log_probs": Column("B T k", "float", "the teacher's log-probs of candidate_ids"),
+    "kept_tokens": Column("B W", "int32", "tokens that top-k, top-p and min-p kept, of all positions; -1: padding"),
+    "kept_counts": Column("B T", "int32", "how many of them belong to each response token"),
     "entropys": Column("B T", "float", "entropy of the distribution that each token was sampled from"),
     "values": Column("B T", "float", "the critic's value before each token"),
     "token_level_scores": Column("B T", "float", "reward before the KL penalty"),
@@ -92,6 +97,7 @@ _DEFINING = {dim: [name for name, column in COLUMNS.items() if column.dims == f"
 # float64 is for tests of the maths; half precision is rejected: it is too coarse for log-probs
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "int64": (torch.int64,),
+    "int32": (torch.int32,),
     "int16": (torch.int16,),
     "float": (torch.float32, torch.float64),
     "mask": (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64),

@@ -176,10 +176,7 @@ class DataProto(Rows, Containers):
 
     @classmethod
     def _from_state(cls, state: dict[str, Any]) -> Self:
-        batch = cls._build(state["rows"], state["tensors"], state["objects"], state["facts"])
-        if "agent_facts" in batch:  # the name in earlier releases
-            batch.rename("agent_facts", "trajectory_info")
-        return batch
+        return cls._build(state["rows"], state["tensors"], state["objects"], state["facts"])
 
     def save(self, path: str | Path) -> None:
         """Write to a file, atomically."""

@@ -1,6 +1,6 @@
 """Train a tiny language model to use a tool or to play a game, on a CPU, in a few minutes.
 
-    python examples/tools/run.py calculator        # or search, guess
+    python examples/tools/run.py calculator        # or search, guess, walk
     python examples/tools/run.py calculator --shuffle-rewards     # control: no improvement expected
 
 The script creates a model with 0.4M random parameters and a chat template, warms it up with SFT on demonstrations of
@@ -36,11 +36,16 @@ SETTINGS = {
     "calculator": [f"{MULTI_TURN}.function_tool_path={HERE / 'calculator.py'}"],
     "search": [f"{MULTI_TURN}.tool_config_path={HERE / 'search_tool.yaml'}"],
     "guess": [f"{MULTI_TURN}.interaction_config_path={HERE / 'guess_interaction.yaml'}"],
+    "walk": [
+        f"{MULTI_TURN}.interaction_config_path={HERE / 'walk_environment.yaml'}",
+        "reward.reward_function=agent_score",
+        "reward.custom_reward_function.path=null",
+    ],
 }
 #: per step
-PROMPTS = {"calculator": 16, "search": 16, "guess": 32}
-MOST_TURNS = {"calculator": 2, "search": 2, "guess": 3}
-WARM_UP_STEPS = {"calculator": 400, "search": 400, "guess": 120}
+PROMPTS = {"calculator": 16, "search": 16, "guess": 32, "walk": 32}
+MOST_TURNS = {"calculator": 2, "search": 2, "guess": 3, "walk": 4}
+WARM_UP_STEPS = {"calculator": 400, "search": 400, "guess": 120, "walk": 120}
 TEMPLATE = (
     "{%- if tools -%}<|im_start|>system\nTools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}<|im_end|>\n"
     "{% endif -%}"
@@ -54,7 +59,7 @@ TEMPLATE = (
 def warm_up(task: ModuleType, name: str, out: Path, seed: int) -> Path:
     """Create a model and train it on demonstrations. Returns its folder."""
     steps, random = WARM_UP_STEPS[name], Random(seed)
-    tools = [] if name == "guess" else [{"role": "system", "content": f"Tools: {name}"}]
+    tools = [] if name in ("guess", "walk") else [{"role": "system", "content": f"Tools: {name}"}]
     chats = [[*tools, *task.demonstration(random)] for _ in range(64 * steps)]
     texts = [message["content"] for chat in chats[:4000] for message in chat]
     tiny_model("qwen2", out / "model", seed=seed, texts=texts)
@@ -111,11 +116,11 @@ def learn(args: argparse.Namespace, task: ModuleType, model: Path) -> list[dict[
             "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
             f"{MULTI_TURN}.enable=true",
             f"{MULTI_TURN}.max_assistant_turns={MOST_TURNS[args.task]}",
-            *SETTINGS[args.task],
             f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS[args.task]}",
             "actor_rollout_ref.actor.optim.lr=1e-3",
             "actor_rollout_ref.actor.use_kl_loss=false",
             f"reward.custom_reward_function.path={HERE / args.task}.py",
+            *SETTINGS[args.task],
             f"trainer.total_training_steps={args.steps}",
             f"trainer.test_freq={args.test_freq}",
             "trainer.val_before_train=true",

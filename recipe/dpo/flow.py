@@ -27,6 +27,10 @@ def check_settings(config: OnlineDPOConfig) -> Iterator[Problem]:
     policy = config.actor_rollout_ref
     rules = {
         "actor_rollout_ref.rollout.n": (policy.rollout.n < 2, "1, but a preference needs two responses: use 2 or more"),
+        "actor_rollout_ref.rollout.truncated_log_probs": (
+            policy.rollout.filters_log_probs,
+            "true, but DPO compares log-probs over all tokens: use false",
+        ),
         "algorithm.adv_estimator": (
             config.algorithm.adv_estimator != "grpo",
             "DPO does not compute advantages: leave it at grpo, whose operator is removed",

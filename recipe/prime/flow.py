@@ -130,6 +130,10 @@ def check_settings(config: PrimeConfig) -> Iterator[Problem]:
             config.algorithm.adv_estimator != "prime",
             "PRIME has its own: use prime",
         ),
+        "actor_rollout_ref.rollout.truncated_log_probs": (
+            config.actor_rollout_ref.rollout.filters_log_probs,
+            "true, but the process reward model and the reference compute log-probs over all tokens: use false",
+        ),
         "actor_rollout_ref.ref.enable": (
             not config.actor_rollout_ref.ref.enable,
             "phi needs the reference: use true",

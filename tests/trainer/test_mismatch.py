@@ -26,8 +26,8 @@ def shifted(monkeypatch, shift: float, from_step: int = 1) -> None:
     updates = []
 
     def lower(call):
-        def computed(self, columns, shared_prefix, outputs, temperature, media):
-            outputs = call(self, columns, shared_prefix, outputs, temperature, media)
+        def computed(self, *args):
+            outputs = call(self, *args)
             return outputs | {"log_probs": outputs["log_probs"] - shift * (len(updates) >= from_step - 1)}
 
         return computed
@@ -90,10 +90,12 @@ def test_the_limit_depends_on_dtype_and_temperature(shift, limit, more, settings
 def test_filters_are_no_mismatch_and_do_not_hide_one(filters, settings, monkeypatch):
     """Log-probs of a filtered distribution are larger than those of the full one, which training computes."""
     run = [*settings, *GRPO, *(f"{ROLLOUT}.{filter}" for filter in filters)]
+    assert fit_reports(run)[0].metrics["rollout/logprob_gap_max"] < 1e-5  # over the tokens that the filters keep
+    run += [f"{ROLLOUT}.truncated_log_probs=false", "trainer.resume_mode=disable"]
     assert fit_reports(run)[0].metrics["rollout/logprob_gap_mean"] > 0.05
     shifted(monkeypatch, -3.0)
     with pytest.raises(RolloutMismatchError):
-        fit_reports([*run, "trainer.resume_mode=disable"])
+        fit_reports(run)
 
 
 def test_responses_of_older_weights_are_no_mismatch():

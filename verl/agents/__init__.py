@@ -12,7 +12,7 @@ from verl.utils.lazy import lazy_names
 
 _HOME = {
     "verl.agents.loop": (
-        "AGENT_LOOPS NO_FACTS NO_TRAJECTORY_INFO POLICY SINGLE_TURN AgentLoop AgentLoopFactory GenerateFn Prompt "
+        "AGENT_LOOPS NO_TRAJECTORY_INFO POLICY SINGLE_TURN AgentLoop AgentLoopFactory GenerateFn Prompt "
         "Segment SingleTurn Trajectory register_agent_loop"
     ),
     "verl.agents.multi_turn": "MultiTurnLoop",

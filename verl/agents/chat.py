@@ -75,6 +75,11 @@ class ChatContinuation:
             if "message" not in self.between([{"role": role, "content": "message"}]):
                 raise ValueError(f"the chat template does not show a {role} message after an assistant message")
 
+    def start_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The tokens of a prompt."""
+        text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **self._settings)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
     def between(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text with the messages from the end of a turn of the policy up to the start of its next turn.
 

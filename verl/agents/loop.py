@@ -42,7 +42,6 @@ SINGLE_TURN = ("single_turn", "single_turn_agent")
 #: entries of extra_info for the reward function, of a trajectory without tools: number of messages, rewards of tool
 #: calls and of turns of an interaction in order, and the rewards of tools at the end by name
 NO_TRAJECTORY_INFO = {"num_turns": 2, "tool_rewards": [], "turn_scores": [], "rollout_reward_scores": {}}
-NO_FACTS = NO_TRAJECTORY_INFO  # the name in earlier releases
 
 
 @dataclass(frozen=True)
@@ -136,9 +135,6 @@ class Trajectory:
         sampled = self.token_ids
         media = media_of(self.prompt.columns, sampled) | {"continued": len(sampled)}
         return Request(self.prompt_ids + sampled, params, turn_id, f"{sample_id}:{self.turns}", **media)
-
-    #: `info`, by its name in earlier releases
-    facts = property(lambda self: self.info, lambda self, info: setattr(self, "info", info))
 
     @property
     def extra_info(self) -> dict[str, Any]:

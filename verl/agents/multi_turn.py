@@ -17,12 +17,13 @@ from pydantic import BaseModel
 from verl.agents.chat import ChatContinuation
 from verl.agents.loop import GenerateFn, Prompt, Trajectory
 from verl.agents.tools.host import Observation, Reply, Rewards, ToolsInProcess, failure, truncate_text
-from verl.agents.tools.load import interaction_classes, tool_schemas
+from verl.agents.tools.load import interaction_classes, is_environment, tool_schemas
 from verl.agents.tools.parsers import TOOL_PARSERS, FunctionCall, extract_calls
 from verl.agents.tools.processes import ToolProcesses
 from verl.agents.tools.runner import ToolFailure, ToolRunner, ToolSettings
 from verl.registry import did_you_mean
 from verl.rollout.request import Completion
+from verl.utils.rng import fork_seed
 
 logger = logging.getLogger("verl.rollout")
 
@@ -53,7 +54,10 @@ class MultiTurnLoop:
         schemas = tool_schemas(*files)
         self.tool_names = [schema["function"]["name"] for schema in schemas]
         self._unknown: set[str] = set()  # tools of samples that do not exist, each logged once
-        self.interactions = list(interaction_classes(self.config.interaction_config_path))
+        classes = interaction_classes(self.config.interaction_config_path)
+        self.interactions = list(classes)
+        self.environments = [name for name, (cls, _) in classes.items() if is_environment(cls)]
+        self.prompt_length = config.prompt_length
         if not schemas and not self.interactions:
             raise ValueError(
                 "the agent loop tool_agent has no tools and no interactions: set rollout.multi_turn.tool_config_path, "
@@ -75,13 +79,16 @@ class MultiTurnLoop:
         self._number = 0
 
     async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
-        trajectory, state = Trajectory(prompt), self._state_of(prompt)
+        state = self._state_of(prompt)
+        trajectory = Trajectory(prompt)
         trajectory.metrics.update(dict.fromkeys(("tool_calls", "tool_errors", "tool_timeouts"), 0.0))
         if state.interaction is not None:
             trajectory.metrics["interaction_errors"] = 0.0
         try:
             try:
-                while (request := trajectory.next_request()) is not None:
+                if state.interaction in self.environments:
+                    await self._open(trajectory, state)
+                while state.failure is None and (request := trajectory.next_request()) is not None:
                     completion = await generate(request)
                     trajectory.add_completion(completion)
                     messages = await self._next_messages(trajectory, state, completion, request.prompt_ids)
@@ -99,6 +106,45 @@ class MultiTurnLoop:
         finally:
             self.runner.forget(state.id)
         return trajectory
+
+    async def _open(self, trajectory: Trajectory, state: _State) -> None:
+        """Start the environment. Its first observation becomes the end of the prompt.
+
+        Without one, the trajectory is one end token, which the policy is not trained on.
+        """
+        prompt = trajectory.prompt
+        # the samples of a prompt start in the same state
+        seed = fork_seed(str(prompt.columns.get("uid"))) % 2**31
+        kwargs = {"default_seed": seed} | {k: v for k, v in state.interaction_kwargs.items() if k != "name"}
+        state.has_started = True
+        text = await self._ask(trajectory, state, "start", {"kwargs": kwargs})
+        if state.failure is not None:
+            trajectory.add_tokens([(*prompt.params.stop_token_ids, self.tokenizer.eos_token_id)[0]], author="user")
+            trajectory.finish_reason = "abort"
+            return
+        last = state.messages[-1] if state.messages else {}
+        if last.get("role") == "user" and isinstance(last["content"], str):
+            last["content"] += f"\n\n{text}"
+        else:
+            state.messages.append({"role": "user", "content": text})
+        trajectory.prompt_ids = self.chat.start_tokens(state.messages)
+        if len(trajectory.prompt_ids) > self.prompt_length:
+            raise ValueError(
+                f"environment {state.interaction}: the prompt with the first observation has "
+                f"{len(trajectory.prompt_ids)} tokens, expected at most data.max_prompt_length={self.prompt_length}"
+            )
+
+    async def _ask(self, trajectory: Trajectory, state: _State, method: str, arguments: dict[str, Any]) -> Any:
+        """Call the interaction. If it fails, the failure is that of the trajectory, and the result is None."""
+        arguments = {"name": state.interaction, **arguments}
+        try:
+            return await self.runner.call(state.id, method, arguments, self.config.tool_timeout)
+        except ToolFailure as error:
+            hint = "" if state.interaction_kwargs else " (the sample has no extra_info.interaction_kwargs)"
+            state.failure = f"interaction {state.interaction}: {error}{hint}"
+            trajectory.count("interaction_errors")
+            trajectory.count("tool_errors")
+            trajectory.count("tool_timeouts", error.timed_out)
 
     def _state_of(self, prompt: Prompt) -> _State:
         """The initial state. Raises ValueError for a sample whose tools_kwargs or interaction_kwargs are invalid."""
@@ -196,20 +242,14 @@ class MultiTurnLoop:
 
     async def _ask_user(self, trajectory: Trajectory, state: _State) -> list[dict[str, Any]]:
         """The reply of the interaction; none if it ends or fails."""
-        name, kwargs = state.interaction, state.interaction_kwargs
-        try:
-            if not state.has_started:
-                state.has_started = True
-                arguments = {"name": name, "kwargs": kwargs}
-                await self.runner.call(state.id, "start", arguments, self.config.tool_timeout)
-            arguments = {"name": name, "messages": state.messages, "kwargs": kwargs}
-            reply: Reply = await self.runner.call(state.id, "respond", arguments, self.config.tool_timeout)
-        except ToolFailure as error:
-            hint = "" if kwargs else " (the sample has no extra_info.interaction_kwargs)"
-            state.failure = f"interaction {name}: {error}{hint}"
-            trajectory.count("interaction_errors")
-            trajectory.count("tool_errors")
-            trajectory.count("tool_timeouts", error.timed_out)
+        kwargs = state.interaction_kwargs
+        if not state.has_started:
+            state.has_started = True
+            await self._ask(trajectory, state, "start", {"kwargs": kwargs})
+        reply: Reply | None = None
+        if state.failure is None:
+            reply = await self._ask(trajectory, state, "respond", {"messages": state.messages, "kwargs": kwargs})
+        if reply is None:
             return []
         if reply.reward is not None:
             state.turn_scores.append(reply.reward)
@@ -232,7 +272,8 @@ class MultiTurnLoop:
             self._count_failure(trajectory, "calc_reward or release of the tools", error)
         try:
             if state.has_started:
-                await self.runner.call(state.id, "finish", {"name": state.interaction}, limit)
+                reward = await self.runner.call(state.id, "finish", {"name": state.interaction}, limit)
+                state.turn_scores += [] if reward is None else [reward]
         except ToolFailure as error:
             self._count_failure(trajectory, f"interaction {state.interaction}", error)
         trajectory.info = {
@@ -240,6 +281,8 @@ class MultiTurnLoop:
             "turn_scores": state.turn_scores,
             "rollout_reward_scores": scores,
         }
+        if state.interaction is not None:
+            trajectory.info["agent_score"] = sum(state.turn_scores)
         if state.failure is not None:
             trajectory.info["agent_failure"] = state.failure
 

@@ -246,6 +246,7 @@ CHECKS: dict[type[Schema], tuple[Check, ...]] = {
         batch.check_rollout_ranks,
         run.check_worker_env,
         rollout.check_sampling,
+        rollout.check_filters,
         rollout.check_weight_sync,
         algorithm.check_groups,
         algorithm.check_kl,

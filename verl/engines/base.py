@@ -144,7 +144,10 @@ class TrainEngine(ABC):
         Returns:
             name -> (B, T) float32 on the CPU for each of `outputs`, 0 outside the response.
 
-        With a column routed_experts, the routers of a mixture of experts replay it, here and in `train_batch`.
+        With a column routed_experts, the routers of a mixture of experts replay it, here and in `train_batch`. With the
+        columns kept_tokens and kept_counts, the outputs are those of the distribution over these tokens, here and in
+        `train_batch`. An engine with the trait `token_filters` has a further argument `token_filter`
+        (`modeling.token_filter`), and returns these columns if it is set.
         """
 
     @abstractmethod

@@ -466,7 +466,10 @@ class TokenModel(nn.Module):
             )
 
     def forward(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> Tensors:
-        """Each requested output, (b, T) or (b, T, K), float32 (float64 for a float64 model), 0 outside the response."""
+        """Each requested output, (b, T) or (b, T, K), float32 (float64 for a float64 model), 0 outside the response.
+
+        With a filter as `ModelInput.kept`, also the columns of `pack_kept`.
+        """
         with torch.autocast(model_input.input_ids.device.type, self.autocast_to, enabled=self.autocast_to is not None):
             hidden = self.hidden_states(model_input)
             states = hidden.flatten(0, 1)[model_input.states]
@@ -477,13 +480,9 @@ class TokenModel(nn.Module):
                 values_by_name = {"values": self.head(states)[:, 0]}
             else:
                 read = states, model_input.targets, self.head, self.vocab_size, outputs, temperature
-                values_by_name = token_statistics(*read, self.batch_invariant, candidates=model_input.candidates)
-        scattered = {
-            name: model_input.scatter(values if values.dtype in (torch.float64, torch.int64) else values.float())
-            for name, values in values_by_name.items()
-        }
-        ranks = model_input.packing.ranks if model_input.packing is not None else None
-        return scattered if ranks is None else {k: ranks.sum_of_shares(v) for k, v in scattered.items()}
+                tokens = {"candidates": model_input.candidates, "kept": model_input.kept}
+                values_by_name = token_statistics(*read, batch_invariant=self.batch_invariant, **tokens)
+        return model_input.outputs(values_by_name)
 
     def hidden_states(self, model_input: ModelInput) -> torch.Tensor:
         """Last hidden states (1, N, H) or (b, L, H)."""

@@ -1,5 +1,6 @@
 """Splits a mini-batch into micro-batches, by a number of sequences or by a token budget."""
 
+import torch
 from transformers import PretrainedConfig
 
 from verl.engines.base import MicroBatching, Tensors
@@ -87,3 +88,18 @@ def host_columns(batch: DataProto, names: tuple[str, ...], config: PretrainedCon
 def take_rows(columns: Tensors, rows: list[int]) -> Tensors:
     """The columns of some rows."""
     return {name: values[rows] for name, values in columns.items()}
+
+
+def join_rows(chunks: list[tuple[list[int], Tensors]], count: int) -> Tensors:
+    """The outputs of all rows, from (rows, outputs) of each micro-batch, as float32 or integers.
+
+    Narrower ones are padded by -1. count: the number of rows.
+    """
+    joined: Tensors = {}
+    for name, first in chunks[0][1].items():
+        width = max(outputs[name].shape[1] for _, outputs in chunks)
+        dtype = torch.float32 if first.is_floating_point() else first.dtype
+        joined[name] = first.new_full((count, width, *first.shape[2:]), -1, dtype=dtype)
+        for rows, outputs in chunks:
+            joined[name][rows, : outputs[name].shape[1]] = outputs[name].to(dtype)
+    return joined

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.distributed.tensor import DTensor
 
+from verl.columns import KEPT_TOKENS
 from verl.engines import checkpoint, memory
 from verl.engines.base import NUM_CANDIDATES, EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
 from verl.engines.gathering import gather_tensors, local_shard, shard_of
 from verl.engines.loading import ModelSpec, TokenModel, checked, log_padding, resolve_model
 from verl.engines.memory import OnDevice, move_optimizer
 from verl.engines.metrics import MetricSums
-from verl.engines.micro_batch import host_columns, plan_micro_batches, take_rows
+from verl.engines.micro_batch import host_columns, join_rows, plan_micro_batches, take_rows
 from verl.engines.optimizer import check_change, clip_gradients, gradient_norm, lr_multiplier, make_optimizer
 from verl.engines.routing import (
     ROUTED_EXPERTS,
@@ -43,6 +44,7 @@ from verl.modeling.layers import use_kernels
 from verl.modeling.linear import WeightCache
 from verl.modeling.moe import RoutingStatistics
 from verl.modeling.packing import build_input, padding_reason, row_lengths, to_device
+from verl.modeling.token_filter import TokenFilter
 from verl.modeling.vision import INDEX, Media, tower_of
 from verl.protocol import DataProto
 from verl.utils.shards import Shard
@@ -61,6 +63,7 @@ class _Plan:
     rows: list[list[int]]  # row indices of each micro-batch
     shared_prefix: bool  # compute a prompt once for all its rows
     candidates: int | None = None  # most probable tokens per position, instead of those of the columns
+    token_filter: TokenFilter | None = None  # determines the kept tokens, unless the columns have them
 
 
 @final
@@ -137,27 +140,25 @@ class TorchEngine(TrainEngine):
     # ---- computing ----------------------------------------------------------------------------------------------
 
     def infer(
-        self, batch: DataProto, outputs: tuple[str, ...], micro: MicroBatching, temperature: float = 1.0
+        self,
+        batch: DataProto,
+        outputs: tuple[str, ...],
+        micro: MicroBatching,
+        temperature: float = 1.0,
+        token_filter: TokenFilter | None = None,
     ) -> Tensors:
-        names = (*_INPUTS, *set_replay(self.model.routing, batch))
+        names = (*_INPUTS, *set_replay(self.model.routing, batch), *(n for n in KEPT_TOKENS if n in batch))
         columns, media = host_columns(batch, names, self.module.config)
         plan = self._plan(columns, micro, shares_prefix=ROUTED_EXPERTS not in outputs)
-        plan = replace(plan, candidates=batch.meta_info.get(NUM_CANDIDATES))
-        result: Tensors = {}
+        plan = replace(plan, candidates=batch.meta_info.get(NUM_CANDIDATES), token_filter=token_filter)
         chunks = []
         with self.on_device(), torch.no_grad(), self._fixed_weights(training=False):
             for rows in plan.rows:
                 micro_outputs = self._forward(take_rows(columns, rows), plan, outputs, temperature, media)
-                micro_outputs = {k: v.float() if v.is_floating_point() else v for k, v in micro_outputs.items()}
                 chunks.append((rows, {k: v.to("cpu", non_blocking=True) for k, v in micro_outputs.items()}))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # once, not for every micro-batch
-        for rows, micro_outputs in chunks:
-            for name, values in micro_outputs.items():
-                if name not in result:
-                    result[name] = values.new_zeros(len(batch), *values.shape[1:])
-                result[name][rows] = values
-        return result
+        return join_rows(chunks, len(batch))
 
     def train_batch(
         self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0
@@ -189,7 +190,7 @@ class TorchEngine(TrainEngine):
         self, columns: Tensors, plan: _Plan, outputs: tuple[str, ...], temperature: float, media: Media | None
     ) -> Tensors:
         """Outputs (b, T) of a micro-batch. The input is built on the host without synchronizing with the device."""
-        model_input = build_input(columns, self.packs, plan.shared_prefix, media)
+        model_input = build_input(columns, self.packs, plan.shared_prefix, media).with_kept(columns, plan.token_filter)
         if plan.candidates is not None:
             model_input = replace(model_input, candidates=plan.candidates)
         if self.sharding.sequence_ranks is not None:

@@ -6,7 +6,7 @@ A built-in engine is listed here, or is a folder beside this file with `traits.p
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl.utils.packages import Package
@@ -25,6 +25,7 @@ class TrainTraits:
             None: not declared, so that no setting is reported as without effect.
         router_replay: it replays the choices of the routers of a mixture of experts.
         candidates: it computes the log-probs of several tokens per position (`engines.base.NUM_CANDIDATES`).
+        token_filters: it computes log-probs over the tokens that the filters of sampling keep (`TrainEngine.infer`).
         check_device: "module:function" that raises ValueError if the engine does not run on a device.
     """
 
@@ -34,6 +35,7 @@ class TrainTraits:
     model_parallel: bool | None = None
     router_replay: bool = False
     candidates: bool = True
+    token_filters: bool = False
     check_device: str = ""
 
     def missing_package(self) -> str | None:
@@ -41,10 +43,10 @@ class TrainTraits:
         return None if self.package is None else self.package.missing(self.name, "fsdp")
 
 
-_SHARDED = [
-    TrainTraits(name, "verl.engines.torch_engine:make_torch_engine", model_parallel=False, router_replay=True)
-    for name in ("fsdp", "fsdp2")
-]
+_TORCH = TrainTraits(
+    "fsdp", "verl.engines.torch_engine:make_torch_engine", model_parallel=False, router_replay=True, token_filters=True
+)
+_SHARDED = [replace(_TORCH, name=name) for name in ("fsdp", "fsdp2")]
 
 
 @functools.cache

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from verl.modeling.batch_invariant.chunked import log_sum_exp
+from verl.modeling.token_filter import NO_TOKEN, TokenFilter, kept_statistics
 
 OUTPUTS = ("log_probs", "entropys", "sum_pi_squared")
 #: outputs of several tokens per state
@@ -238,6 +240,7 @@ def token_statistics(
     batch_invariant: bool = False,
     sharded_statistics: ShardedStatisticsFn | None = None,
     candidates: torch.Tensor | int | None = None,
+    kept: torch.Tensor | TokenFilter | None = None,
 ) -> dict[str, torch.Tensor]:
     """Statistics of the distribution softmax(head(states) / temperature).
 
@@ -252,10 +255,13 @@ def token_statistics(
         sharded_statistics: computes the three statistics for a head that returns a shard of the vocabulary;
             `vocab_size` is then the size of the shard.
         candidates: (S, K) token ids, or K for the K most probable ones: further outputs are candidate_log_probs and
-            candidate_ids. Not with `sharded_statistics`.
+            candidate_ids. Not with `sharded_statistics` or `kept`.
+        kept: (S, K) the tokens that the distribution is over, the target first (`token_filter.kept_statistics`), or
+            the filter that determines them; None: all.
 
     Returns:
-        name -> (S,) float32, or float64 for a float64 model; candidate_log_probs and candidate_ids are (S, K).
+        name -> (S,) float32, or float64 for a float64 model; candidate_log_probs and candidate_ids are (S, K). With a
+        filter also kept_tokens (S, K) int64.
     """
     names = OUTPUTS if candidates is None or sharded_statistics is not None else (*OUTPUTS, *CANDIDATES)
     unknown = set(outputs) - set(names)
@@ -264,9 +270,14 @@ def token_statistics(
     requested = tuple(name in outputs for name in OUTPUTS)
 
     def chunk_statistics(
-        states: torch.Tensor, targets: torch.Tensor, candidates: torch.Tensor | int | None
+        states: torch.Tensor,
+        targets: torch.Tensor,
+        candidates: torch.Tensor | int | None,
+        kept: torch.Tensor | TokenFilter | None,
     ) -> tuple[torch.Tensor, ...]:
         logits = head(states)
+        if kept is not None:
+            return kept_statistics(logits, targets, kept, temperature)
         if sharded_statistics is not None:
             return sharded_statistics(logits, targets, temperature, requested)
         statistics = _TokenStatistics.apply(logits, targets, temperature, requested, batch_invariant)
@@ -277,14 +288,21 @@ def token_statistics(
     rows = max(1, CHUNK_ELEMENTS[states.device.type] // vocab_size)
     if states.is_cuda and len(states) > rows:  # equal chunks: a small last one would be a slow GEMM
         rows = -(-len(states) // -(-len(states) // rows))
-    split = candidates.split(rows) if isinstance(candidates, torch.Tensor) else itertools.repeat(candidates)
-    chunks = list(zip(states.split(rows), targets.split(rows), split))
+    split, kept_of = (
+        values.split(rows) if isinstance(values, torch.Tensor) else itertools.repeat(values)
+        for values in (candidates, kept)
+    )
+    chunks = list(zip(states.split(rows), targets.split(rows), split, kept_of))
     recompute = torch.is_grad_enabled() and len(chunks) > 1 and not _fit(states, vocab_size)
     results = [
         checkpoint(chunk_statistics, *chunk, use_reentrant=False) if recompute else chunk_statistics(*chunk)
         for chunk in chunks
     ]
-    return {name: torch.cat([result[names.index(name)] for result in results]) for name in outputs}
+    values = {name: torch.cat([result[names.index(name)] for result in results]) for name in outputs}
+    if isinstance(kept, TokenFilter):
+        rows_of_kept = [row for result in results for row in result[-1]]
+        values["kept_tokens"] = pad_sequence(rows_of_kept, batch_first=True, padding_value=NO_TOKEN)
+    return values
 
 
 def _fit(states: torch.Tensor, vocab_size: int) -> bool:

@@ -20,6 +20,7 @@ from verl.modeling.indexing import scatter_rows
 from verl.modeling.model_types import ATTENTION_LAYERS
 from verl.modeling.sequence_parallel import SequenceRanks
 from verl.modeling.shared_prefix import first_with_prompt, shared_prefix_layout
+from verl.modeling.token_filter import TokenFilter, pack_kept, unpack_kept
 from verl.modeling.vision import INDEX, PACKED, Media, VisionInput, is_vision_config, language_model_of
 
 Tensors = dict[str, torch.Tensor]
@@ -136,6 +137,8 @@ class ModelInput:
         routed_experts: (N, layers, k) choices of the routers to replay (`modeling.moe`), or None.
         vision: images of the prompts, if any.
         candidates: (S, K) further tokens whose log-probs are computed, or K for the K most probable ones; or None.
+        kept: (S, K) the tokens that each state's distribution is over, or the filter that determines and records them
+            (`token_filter`); None: all.
     """
 
     input_ids: torch.Tensor
@@ -151,10 +154,29 @@ class ModelInput:
     routed_experts: torch.Tensor | None = None
     vision: VisionInput | None = None
     candidates: torch.Tensor | int | None = None
+    kept: torch.Tensor | TokenFilter | None = None
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
         """(S, ...) values of the selected states -> (b, T, ...), 0 elsewhere."""
         return scatter_rows(values, self.slots, *self.shape)
+
+    def outputs(self, values_by_name: Tensors) -> Tensors:
+        """Values of the selected states -> (b, T), on every rank; kept_tokens (S, K) -> the columns of `pack_kept`."""
+        ranks = self.packing.ranks if self.packing is not None else None
+
+        def scatter(values: torch.Tensor) -> torch.Tensor:
+            return self.scatter(values) if ranks is None else ranks.sum_of_shares(self.scatter(values))
+
+        kept = values_by_name.pop("kept_tokens", None)
+        as_they_are = (torch.float64, torch.int64)
+        result = {k: scatter(v if v.dtype in as_they_are else v.float()) for k, v in values_by_name.items()}
+        return result if kept is None else result | pack_kept(self, kept)
+
+    def with_kept(self, rows: Tensors, token_filter: TokenFilter | None) -> "ModelInput":
+        """A copy with `kept`: the columns kept_tokens and kept_counts of the rows, or else the filter."""
+        if "kept_tokens" not in rows:
+            return dataclasses.replace(self, kept=token_filter)
+        return dataclasses.replace(self, kept=unpack_kept(rows["kept_tokens"], rows["kept_counts"], self.slots))
 
     def to(self, device: torch.device) -> "ModelInput":
         """A copy whose tensors are moved from the host to a device."""
@@ -191,6 +213,7 @@ class ModelInput:
             routed_experts=None if experts is None else experts[span],
             vision=None if self.vision is None else self.vision.share_of(start, tokens),
             candidates=self.candidates[is_local] if isinstance(self.candidates, torch.Tensor) else self.candidates,
+            kept=self.kept[is_local] if isinstance(self.kept, torch.Tensor) else self.kept,
         )
 
 

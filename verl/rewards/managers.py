@@ -27,7 +27,7 @@ from verl.protocol import DataProto
 from verl.registry import Registry, did_you_mean
 from verl.rewards.functions import ScoreFunction
 from verl.rewards.outcome import BadOutcome, RewardError, Sample, read_outcome, split_outcome
-from verl.rewards.responses import prompt_texts, read_samples, reward_tensor, token_masks
+from verl.rewards.responses import add_group_scores, prompt_texts, read_samples, reward_tensor, token_masks
 from verl.rewards.sandbox.calls import Isolation, call_samples
 from verl.rewards.sandbox.pool import Outcome, ProcessPool, address_of
 
@@ -250,9 +250,12 @@ class NaiveRewardManager(RewardManager):
 
     forms = ("sample",)
     pool: ProcessPool | None = None
+    score_group: Callable | None = None  # of the agent loop, see `add_group_scores`
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
         samples = read_samples(data, self.tokenizer, self.reward_fn_key)
+        if self.score_group is not None:
+            add_group_scores(samples, self.score_group)
         scores, extras, failed = self.score_samples(
             len(samples),
             lambda todo: self.outcomes([samples[i] for i in todo]),

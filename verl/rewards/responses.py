@@ -1,6 +1,6 @@
 """Reading responses out of a batch: one `Sample` per response, and the token position of its reward."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,19 @@ def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str) -> list[Sa
         truth = reward_models[i]["ground_truth"]
         samples.append(Sample(sources[i], text, truth, extra_info, i, len(texts), uids[i], prompts[i]))
     return samples
+
+
+def add_group_scores(samples: Sequence[Sample], score_group: Callable[[list[Sample]], Sequence[float]]) -> None:
+    """Set extra_info["agent_score"] of all samples to the scores that the agent loop gives each group of a prompt."""
+    groups: dict[Any, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.uid, []).append(sample)
+    for group in groups.values():
+        scores = list(score_group(group))
+        if len(scores) != len(group):
+            raise ValueError(f"score_group: expected {len(group)} scores, one per sample, found {len(scores)}")
+        for sample, score in zip(group, scores):
+            sample.extra_info["agent_score"] = score
 
 
 def token_masks(data: DataProto) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,11 +5,10 @@ batch, the number of processes, or the order in which rows are admitted. They ar
 operations and are bitwise equal on every device. B rows, V vocabulary.
 """
 
-import math
-
 import torch
 from torch.nn import functional as F
 
+from verl.modeling.token_filter import TokenFilter
 from verl.rollout.request import SamplingParams
 
 #: the sampling keys that this module applies, for the engines that sample with it
@@ -20,8 +19,6 @@ _BELOW_ONE = 1 - 2.0**-53  # the largest float64 below one; times this, a number
 #: in vocabularies above _LARGE, the sampled token is searched in two levels: its block, then its index in the block
 _LARGE = 4096
 _BLOCK = 256
-#: most probable tokens that top-p looks at first; a row that needs more is sorted completely
-_NUCLEUS = 256
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -49,52 +46,14 @@ def uniform(seed: int | torch.Tensor, sample_ids: torch.Tensor, position: int | 
 def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Apply temperature, top-k, top-p and min-p: (B, V) float32 logits, -inf for excluded tokens.
 
-    The filters are applied in this order, each to the result of the previous one. The most probable token is always
-    kept, and so are ties with the last token kept by top-k or min-p.
+    See `TokenFilter.apply`.
     """
     logits = logits.float()
     if params.greedy:
         return logits
     if params.temperature != 1:
         logits = logits / params.temperature
-    excluded = float("-inf")
-    if 0 < params.top_k < logits.shape[-1]:
-        top = logits.topk(params.top_k, -1)
-        if params.top_p < 1:  # the remaining ones are already sorted
-            kept = top.values.masked_fill(_outside(top.values.softmax(-1), params.top_p), excluded)
-            logits = torch.full_like(logits, excluded).scatter_(1, top.indices, kept)
-        else:
-            logits = logits.masked_fill(logits < top.values[:, -1:], excluded)
-    elif params.top_p < 1:
-        logits = _nucleus(logits, params.top_p)
-    if params.min_p > 0:
-        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(params.min_p), excluded)
-    return logits
-
-
-def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Top-p: (B, V) logits, -inf outside the smallest set of tokens with probability of at least top_p."""
-    total, vocabulary = logits.logsumexp(-1, keepdim=True), logits.shape[-1]
-
-    def nucleus(rows: torch.Tensor, total: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The filtered logits, and per row whether the top `size` tokens contain the whole nucleus."""
-        top = rows.topk(size, -1)
-        outside = _outside((top.values - total).exp_(), top_p)
-        kept = top.values.masked_fill_(outside, float("-inf"))
-        return torch.full_like(rows, float("-inf")).scatter_(1, top.indices, kept), outside[:, -1]
-
-    size = _NUCLEUS if vocabulary > _LARGE else vocabulary
-    filtered, complete = nucleus(logits, total, size)
-    if size < vocabulary and len(wide := (~complete).nonzero()[:, 0]):
-        filtered[wide] = nucleus(logits[wide], total[wide], vocabulary)[0]
-    return filtered
-
-
-def _outside(probs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """(B, K) probabilities in decreasing order -> True where the preceding tokens already reach top_p."""
-    outside = probs.cumsum(-1) - probs >= top_p
-    outside[:, 0] = False  # also for a top_p that float32 rounds to 0
-    return outside
+    return TokenFilter(params.top_k, params.top_p, params.min_p).apply(logits)
 
 
 def choose(

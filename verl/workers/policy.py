@@ -1,18 +1,21 @@
 """Workers of the policy: the actor, which hosts a rollout engine if they share devices, and the reference policy."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 import verl.weight_sync as weight_sync  # loads a method at its first use
 from verl.algorithms.actor_loss import actor_loss
 from verl.algorithms.distillation import TOP_K
 from verl.algorithms.masked import LossAggregation
 from verl.algorithms.policy_losses import get_policy_loss_fn
+from verl.columns import KEPT_TOKENS
 from verl.config import schema
-from verl.engines.base import NUM_CANDIDATES, REPLAYS, MicroBatching, Objective, TrainEngine
+from verl.engines.base import NUM_CANDIDATES, REPLAYS, MicroBatching, Objective, Tensors, TrainEngine
+from verl.modeling.token_filter import NO_TOKEN, TokenFilter
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import free_port
@@ -127,8 +130,15 @@ class ActorWorker(RolloutMethods, EngineWorker):
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Columns old_log_probs and those of meta_info["outputs"], such as entropys and sum_pi_squared."""
         outputs = ("log_probs", *batch.meta_info["outputs"])
-        values = _infer(self.engine, self.config, self.config.rollout, batch, outputs)
+        infer, rollout = self.engine.infer, self.config.rollout
+        if "kept_tokens" in outputs:
+            outputs = tuple(name for name in outputs if name not in KEPT_TOKENS)
+            infer = partial(infer, token_filter=TokenFilter(rollout.top_k, rollout.top_p, rollout.min_p))
+        values = _infer(infer, self.config, rollout, batch, outputs)
         values["old_log_probs"] = values.pop("log_probs")
+        if (kept := values.get("kept_tokens")) is not None:
+            (width,) = self.engine.max_over_ranks([float(kept.shape[1])])
+            values["kept_tokens"] = pad(kept, (0, int(width) - kept.shape[1]), value=NO_TOKEN)
         return DataProto.from_dict(values)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -220,19 +230,21 @@ class TeacherWorker(RefWorker):
         names = {"log_probs": "teacher_log_probs"}
         if NUM_CANDIDATES in batch.meta_info:
             names |= {"candidate_ids": "candidate_ids", "candidate_log_probs": "teacher_candidate_log_probs"}
-        values = _infer(self.engines[batch.meta_info["teacher"]], self.config, self.config.ref, batch, tuple(names))
+        values = _infer(
+            self.engines[batch.meta_info["teacher"]].infer, self.config, self.config.ref, batch, tuple(names)
+        )
         return DataProto.from_dict({column: values[name] for name, column in names.items()})
 
 
 def _ref_log_prob(engine: TrainEngine, config: schema.ActorRolloutRefConfig, batch: DataProto) -> DataProto:
-    values = _infer(engine, config, config.ref, batch, ("log_probs",))
+    values = _infer(engine.infer, config, config.ref, batch, ("log_probs",))
     return DataProto.from_dict({"ref_log_prob": values["log_probs"]})
 
 
 def _infer(
-    engine: TrainEngine, config: schema.ActorRolloutRefConfig, keys: Any, batch: DataProto, outputs: tuple[str, ...]
-) -> dict[str, torch.Tensor]:
+    infer: Callable[..., Tensors], config: schema.ActorRolloutRefConfig, keys: Any, batch: DataProto, outputs: tuple
+) -> Tensors:
     """The outputs at the temperature of the rollout, split by the log_prob_* keys of the section `keys`."""
     rows, tokens = keys.log_prob_micro_batch_size_per_gpu, keys.log_prob_max_token_len_per_gpu
     micro = micro_batching(rows, keys.log_prob_use_dynamic_bsz, tokens)
-    return engine.infer(batch, outputs, micro, temperature=config.rollout.temperature)
+    return infer(batch, outputs, micro, temperature=config.rollout.temperature)

@@ -114,5 +114,5 @@ class BaseInteraction:
         """Called by interactions that compute their reward separately."""
         return 0.0
 
-    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """End the interaction of a trajectory."""
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> float | None:
+        """End the interaction of a trajectory. Returns a reward for the whole of it, if there is one."""

@@ -6,7 +6,6 @@ The host runs in a worker process (`verl.agents.tools.worker`), or in the proces
 
 import asyncio
 import inspect
-import json
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from verl.agents.tools.base_tool import BaseTool
 from verl.agents.tools.function_tool import FunctionTool
 from verl.agents.tools.load import load_interactions, load_tools
 from verl.agents.tools.runner import Stopped, ToolFailure, ToolSettings, describe, late
-from verl.agents.tools.schemas import ToolResponse, read_arguments
+from verl.agents.tools.schemas import ToolResponse, read_arguments, result_text
 from verl.registry import did_you_mean
 
 _THREADS = 64  # for functions that are not async
@@ -121,9 +120,9 @@ class ToolHost:
         except BaseException as error:  # also sys.exit() of a tool
             result.errors[tool.name] = describe(error)
 
-    async def start(self, trajectory: str, name: str, kwargs: Mapping[str, Any]) -> None:
-        """Start an interaction."""
-        await self.interactions[name].start_interaction(trajectory, **kwargs)
+    async def start(self, trajectory: str, name: str, kwargs: Mapping[str, Any]) -> Any:
+        """Start an interaction. Returns the first observation of an environment."""
+        return await self.interactions[name].start_interaction(trajectory, **kwargs)
 
     async def respond(
         self, trajectory: str, name: str, messages: Sequence[dict[str, Any]], kwargs: Mapping[str, Any]
@@ -136,9 +135,10 @@ class ToolHost:
         reward = None if reward is None else finite("reward", reward)
         return Reply("" if text is None else str(text), bool(ends), reward)
 
-    async def finish(self, trajectory: str, name: str) -> None:
-        """End an interaction."""
-        await self.interactions[name].finalize_interaction(trajectory)
+    async def finish(self, trajectory: str, name: str) -> float | None:
+        """End an interaction. Returns the reward that it gives at the end, if there is one."""
+        reward = await self.interactions[name].finalize_interaction(trajectory)
+        return None if reward is None else finite("reward", reward)
 
     async def _execute(self, trajectory: str, name: str, parameters: dict[str, Any], kwargs: Mapping[str, Any]) -> Any:
         if name not in self.tools:
@@ -205,10 +205,7 @@ def read_result(result: Any) -> Observation:
         if result.image or result.video:
             raise ValueError("images and video of tools are not supported")
         result = result.text or ""
-    if not isinstance(result, str):
-        to_json = lambda value: value.tolist() if hasattr(value, "tolist") else str(value)  # noqa: E731
-        result = json.dumps(result, ensure_ascii=False, default=to_json)
-    return Observation(str.__str__(result), reward)  # exact type: a subclass might not be importable in the trainer
+    return Observation(result_text(result), reward)
 
 
 def finite(name: str, value: Any) -> float:

@@ -26,6 +26,7 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> 
     Args:
         tool_config_path: YAML file, `tools: [{class_name, config, tool_schema}]`. `class_name` is
             `package.module.Class` or `path/to/file.py:Class`; a relative path is also looked for next to the YAML file.
+            An entry `{mcp: {...}}` has the tools of an MCP server (`verl.agents.tools.mcp_client`).
         function_tool_path: Python file or module with functions decorated with `@function_tool`.
 
     Raises:
@@ -33,7 +34,13 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> 
     """
     tools: dict[str, Tool] = {}
     if tool_config_path is not None:
-        for location, entry in _entries(tool_config_path, "tools", {"class_name", "config", "tool_schema"}):
+        for location, entry in _entries(tool_config_path, "tools", {"class_name", "config", "tool_schema", "mcp"}):
+            if "mcp" in entry:
+                from verl.agents.tools.mcp_client import tools_of_server
+
+                for tool in tools_of_server(entry["mcp"], location):
+                    _add(tools, tool, location)
+                continue
             cls = load_class(entry, location, tool_config_path)
             tool_schema = _read_schema(entry.get("tool_schema"), location)
             with _code_of_user(location, cls.__name__):
@@ -60,16 +67,28 @@ def initialize_tools_from_config(tools_config_file: str) -> list[Tool]:
 def tool_schemas(tool_config_path: str | None, function_tool_path: str | None) -> list[dict[str, Any]]:
     """The schemas of the tools of both files, as the chat template receives them; empty without files."""
     tools = load_tools(tool_config_path, function_tool_path)
+    for server in {tool.server for tool in tools.values() if hasattr(tool, "server")}:
+        server.close()
     return [tool.tool_schema.for_template() for tool in tools.values()]
 
 
 def load_interactions(path: str | None) -> "dict[str, BaseInteraction]":
-    """The interactions of a YAML file, `interaction: [{name, class_name, config}]`, by name; empty without a file."""
+    """The interactions of a YAML file, `interaction: [{name, class_name, config}]`, by name; empty without a file.
+
+    What has no `generate_response` is a class or function that makes an environment with the arguments `config`.
+    """
+    from verl.agents.tools.environments import Environment
+
     interactions = {}
     for name, (cls, config) in interaction_classes(path).items():
         with _code_of_user(f"{path}: interaction {name!r}", cls.__name__):
-            interactions[name] = cls(config=config)
+            interactions[name] = Environment(config, cls) if is_environment(cls) else cls(config=config)
     return interactions
+
+
+def is_environment(cls: Any) -> bool:
+    """Whether an interaction of the file is an environment."""
+    return not hasattr(cls, "generate_response")
 
 
 def interaction_classes(path: str | None) -> "dict[str, tuple[type[BaseInteraction], dict[str, Any]]]":
@@ -77,17 +96,23 @@ def interaction_classes(path: str | None) -> "dict[str, tuple[type[BaseInteracti
     interactions: dict[str, tuple[type[BaseInteraction], dict[str, Any]]] = {}
     if path is None:
         return interactions
-    for location, entry in _entries(path, "interaction", {"name", "class_name", "config"}):
-        cls = load_class(entry, location, path)
+    for location, entry in _entries(path, "interaction", {"name", "class_name", "config", "action"}):
+        cls = load_class(entry, location, path, functions=True)
         name = entry.get("name") or cls.__name__.lower().removesuffix("interaction")
         if name in interactions:
             raise ValueError(f"{location}: there are two interactions {name!r}: rename one")
         interactions[name] = cls, {**(entry.get("config") or {}), "name": name}
+        if isinstance(action := entry.get("action"), str):
+            action = load_class(entry, location, path, "action", functions=True)
+        if action is not None:
+            interactions[name][1]["action"] = action
     return interactions
 
 
-def load_class(entry: Mapping[str, Any], location: str, config_path: str, key: str = "class_name") -> type:
-    """The class that an entry names. Raises ValueError if there is none."""
+def load_class(
+    entry: Mapping[str, Any], location: str, config_path: str, key: str = "class_name", functions: bool = False
+) -> Any:
+    """The class, or the function if they are allowed, that an entry names. Raises ValueError if there is none."""
     address = entry.get(key)
     if not isinstance(address, str) or not address:
         raise ValueError(f"{location}: expected {key}, such as my_tools.py:Calculator or my_package.tools.Calculator")
@@ -101,7 +126,7 @@ def load_class(entry: Mapping[str, Any], location: str, config_path: str, key: s
         path = str(sibling) if sibling.is_file() else path
     with _code_of_user(f"{location}: {key}", address):
         cls = load_object(path, name)
-    if not isinstance(cls, type):
+    if not (isinstance(cls, type) or (functions and callable(cls))):
         raise ValueError(f"{location}: {key}: expected a class, found {cls!r}")
     return cls
 

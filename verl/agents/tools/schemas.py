@@ -66,6 +66,14 @@ class ToolResponse(BaseModel):
         return not (self.text or self.image or self.video)
 
 
+def result_text(result: Any) -> str:
+    """What a policy reads of a value that a tool or environment returned: text as it is, any other value as JSON."""
+    if not isinstance(result, str):
+        to_json = lambda value: value.tolist() if hasattr(value, "tolist") else str(value)  # noqa: E731
+        result = json.dumps(result, ensure_ascii=False, default=to_json)
+    return str.__str__(result)  # exact type: a subclass might not be importable in the trainer
+
+
 def check_tool(tool: Any) -> dict[str, Any]:
     """A tool as the chat template receives it. Raises ValueError for one of another form."""
     function = tool.get("function") if isinstance(tool, dict) else None

@@ -133,6 +133,11 @@ def check_distillation(config: Config) -> Iterator[Problem]:
             _ROLLOUT + "temperature",
             f"found {policy.rollout.temperature}, but a teacher on a server computes log-probs at temperature 1: use 1",
         )
+    if distillation.num_candidates and policy.rollout.filters_log_probs:
+        yield Problem(
+            _ROLLOUT + "truncated_log_probs",
+            "true, but forward_kl_topk compares distributions over all tokens: use false, or no top_k, top_p and min_p",
+        )
     for key, strategy in ((_ACTOR, policy.actor.strategy), ("actor_rollout_ref.ref.", policy.ref.strategy)):
         if distillation.num_candidates and not strategy_traits(strategy).candidates:
             yield Problem(f"{key}strategy", f"{strategy} does not support the loss forward_kl_topk: use fsdp, or k2")

@@ -164,6 +164,15 @@ def check_deterministic(config: Config) -> Iterator[Problem]:
         )
 
 
+def check_filters(config: Config) -> Iterator[Problem]:
+    """The training engine computes log-probs over the tokens that the filters keep."""
+    policy = config.actor_rollout_ref
+    lacking = [s for s in (policy.actor.strategy, policy.ref.strategy) if not strategy_traits(s).token_filters]
+    if lacking and policy.rollout.filters_log_probs:
+        message = f"true, but strategy={lacking[0]} computes log-probs over all tokens: use false, strategy=fsdp, or "
+        yield Problem(_ROLLOUT + "truncated_log_probs", message + "turn the filters off")
+
+
 def check_router_replay(config: Config) -> Iterator[Problem]:
     """Settings that contradict `actor.router_replay`."""
     policy = config.actor_rollout_ref

@@ -197,6 +197,11 @@ class RolloutConfig(RolloutEngineConfig):
         "policy over HTTP",
     )
     n: int = field(1, "responses per prompt (group size)", ge=1)
+    truncated_log_probs: bool = field(
+        True,
+        "with top_k, top_p or min_p, training computes log-probs over the tokens that they keep, as sampling does; "
+        "false: over all tokens",
+    )
     nnodes: int = field(
         0, "hosts of a rollout with separate devices, in addition to trainer.nnodes; 0: see `placement`", ge=0
     )
@@ -258,3 +263,8 @@ class RolloutConfig(RolloutEngineConfig):
     server: ServerConfig = section(
         ServerConfig, "agents that call the policy over HTTP", active_when=("mode", "server")
     )
+
+    @property
+    def filters_log_probs(self) -> bool:
+        """Whether training computes log-probs over the tokens that top_k, top_p and min_p keep."""
+        return self.truncated_log_probs and bool(self.active_filters())

@@ -360,8 +360,8 @@ def use_sampled_log_probs(flow: DataFlow, config: schema.Config) -> DataFlow:
     """Without a correction, use the rollout's log-probs as old_log_probs: the ratio is to the policy that sampled.
 
     Unchanged if algorithm.rollout_correction is set, with actor.old_log_prob_pass=always, if another operator reads the
-    other columns of `old_log_prob`, and with top_k, top_p or min_p: training computes the full distribution, so a ratio
-    to log-probs of the filtered one would not be 1 for equal weights.
+    other columns of `old_log_prob`, and with top_k, top_p or min_p: `old_log_prob` records the tokens that they keep,
+    without which a ratio to log-probs of the filtered distribution would not be 1 for equal weights.
     """
     correction = config.algorithm.rollout_correction
     if correction.rollout_is or correction.rollout_rs or correction.bypass_mode or "old_log_prob" not in flow:

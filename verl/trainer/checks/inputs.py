@@ -182,8 +182,8 @@ def _try_source(run: Run, dataset: Any, source: str, items: Sequence[int]) -> se
 def _try_item(run: Run, item: Mapping[str, Any], source: str, location: str) -> set[str]:
     manager = run.inputs.reward_manager
     kinds, batch = _trial_batch(run.inputs, item)
-    is_server = run.config.actor_rollout_ref.rollout.mode == "server"
-    if is_server:
+    reads_score = manager.compute_score.name == "agent_score"
+    if reads_score or run.config.actor_rollout_ref.rollout.mode == "server":
         from verl.server.agents import TRIAL_INFO
 
         batch = batch.replace(trajectory_info=[dict(TRIAL_INFO) for _ in range(len(batch))])
@@ -192,7 +192,7 @@ def _try_item(run: Run, item: Mapping[str, Any], source: str, location: str) -> 
     result = _score_trial(manager, batch)
     pairs = [*zip(kinds, result["reward_tensor"].sum(1).tolist())]
     scores = {kind: [score for k, score in pairs if k == kind] for kind in dict(pairs)}
-    failed = is_server or result["metrics"]["reward/failed_rows"]
+    failed = reads_score or result["metrics"]["reward/failed_rows"]
     if not failed and (fault := describe_fault(scores)):
         logger.warning(
             "REWARD: %s, data source %r: %s. Tried on %s, with responses made from its ground truth: if the function "

@@ -80,10 +80,10 @@ class MismatchLimit(Guard):
         return at_temperature_1 * (_EXPERTS if experts else 1.0) / min(1.0, self._settings.temperature)
 
     def _mismatch(self, report: StepReport) -> float:
-        """The mean difference in nats. With filters such as top_p, whose log-probs are larger than those of the full
-        distribution, only tokens with smaller ones count."""
+        """The mean difference in nats. If filters such as top_p are not applied in training, log-probs of the rollout
+        are larger, and only tokens with smaller ones count."""
         columns = report.batch.tensors
-        if not self._settings.active_filters():
+        if self._settings.filters_log_probs or not self._settings.active_filters():
             return report[_METRIC]
         difference = (columns["old_log_probs"] - columns["rollout_log_probs"])[columns["response_mask"].bool()]
         return difference.clamp(min=0).mean().item()

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from verl.agents import SINGLE_TURN
 from verl.checkpoints.atomic import set_aside_irregular
 from verl.config import differences, schema, to_flat_dict
 from verl.protocol import DataProto
@@ -67,7 +68,7 @@ def _results(view: RunView, folder: Path, has_file: bool) -> list[str]:
     model = None if saved is None else saved / "actor" / "huggingface"
     if model is not None and any(model.glob("*.safetensors")):
         lines.append(f"model:   {_short_path(model)}")
-        commands += serve_command(view.config, model)
+        commands += serve_command(view.config, model) + _validate_command(view.config, saved)
     elif saved is not None:
         lines.append(f"checkpoint: {_short_path(saved)}")
         commands.append(f"verl merge --local_dir {_typed(saved / 'actor')} --target_dir {_typed(saved / 'merged')}")
@@ -110,6 +111,15 @@ def serve_command(config: Any, model: Path) -> list[str]:
     flags = ["--trust-remote-code"] if section.trust_remote_code else []
     flags += [word for name in config.imports for word in ("--imports", _file(name))]
     return [shlex.join(["verl", "serve", str(_short_path(model)), *flags])]
+
+
+def _validate_command(config: Any, checkpoint: Path) -> list[str]:
+    """The command that evaluates a model with the tools, agents or environments of its run; none without."""
+    if not isinstance(config, schema.Config):
+        return []
+    if config.actor_rollout_ref.rollout.agent.default_agent_loop in SINGLE_TURN or not config.data.val_files:
+        return []
+    return [f"verl train --config {_typed(checkpoint / 'config.yaml')} trainer.val_only=true"]
 
 
 def _file(name: str) -> str:

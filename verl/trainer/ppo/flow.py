@@ -19,6 +19,7 @@ from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import optional_columns, reads_all_columns, required_columns
 from verl.algorithms.kl import get_kl_controller
 from verl.algorithms.policy_losses import get_policy_loss_fn
+from verl.columns import KEPT_TOKENS
 from verl.config import schema
 from verl.dataflow import CONTROLLER, DataFlow, Operator
 from verl.protocol import DataProto
@@ -89,6 +90,11 @@ def generated_columns(config: schema.Config) -> tuple[str, ...]:
     return GENERATED + (ROUTED_EXPERTS if config.actor_rollout_ref.rollout.enable_rollout_routing_replay else ())
 
 
+def kept_columns(config: schema.Config) -> tuple[str, ...]:
+    """The columns that make training compute log-probs over the tokens that the filters of sampling keep."""
+    return KEPT_TOKENS if config.actor_rollout_ref.rollout.filters_log_probs else ()
+
+
 def reward_operators(config: schema.Config, roles: Roles, reward: Reward) -> list[Operator]:
     """From responses to rewards: the scores of the reward model, if there is one, and the reward manager."""
     writes = ("token_level_scores", "token_level_rewards")
@@ -110,7 +116,7 @@ def build_ppo_flow(
     The roles are looked up when an operator runs: a flow is built and checked before any model is loaded.
     """
     algorithm = config.algorithm
-    required = estimator_columns(algorithm)
+    required, kept = estimator_columns(algorithm), kept_columns(config)
     shuffle_seed = config.trainer.seed if algorithm.shuffle_rewards else None
     gen = generate(roles, "train", uses_agent_loop(config))
     flow = DataFlow(
@@ -127,8 +133,8 @@ def build_ppo_flow(
         flow.add_operator(Operator("reward_baseline", greedy.score, "uid", "reward_baselines"))
     flow.add_operator(_old_log_prob_operator(config, roles, required))
     if needs_reference(config):
-        ref = infer(roles, "ref", "compute_ref_log_prob")
-        flow.add_operator(Operator("ref", ref, SEQUENCES, "ref_log_prob", on="ref"))
+        ref = infer(roles, "ref", "compute_ref_log_prob", kept)
+        flow.add_operator(Operator("ref", ref, (*SEQUENCES, *kept), "ref_log_prob", on="ref"))
     if "values" in required:
         values = infer(roles, "critic", "compute_values")
         flow.add_operator(Operator("values", values, SEQUENCES, "values", on="critic"))
@@ -152,6 +158,7 @@ def _old_log_prob_operator(config: schema.Config, roles: Roles, required: Sequen
     extra += ROUTED_EXPERTS if replay == "R2" else ()
     replayed = ROUTED_EXPERTS if replay == "R3" else ()
     reads = (*SEQUENCES, "response_mask", "rollout_log_probs", *replayed)
+    extra += kept_columns(config)
     writes = ("old_log_probs", "entropys", *extra)
     return Operator("old_log_prob", old_log_prob(roles, extra, replayed), reads, writes, on="actor")
 
@@ -184,6 +191,7 @@ def _add_updates(flow: DataFlow, config: schema.Config, roles: Roles) -> DataFlo
         ROUTED_EXPERTS if actor.router_replay.mode == "R2" or "routed_experts" in generated_columns(config) else ()
     )
     required = (*SEQUENCES, "old_log_probs", "advantages", "response_mask", *loss_columns(config), *experts)
+    required += kept_columns(config)
     reads, on = _reads_and_process(flow, get_policy_loss_fn(actor.policy_loss.loss_mode), required, "actor")
     return flow.add_operator(Operator("update_actor", Update(roles, "actor", "update_actor", *plan), reads, on=on))
 

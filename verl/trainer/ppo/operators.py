@@ -326,11 +326,14 @@ def old_log_prob(roles: Roles, extra: tuple[str, ...], reads: tuple[str, ...] = 
     return recompute
 
 
-def infer(roles: Roles, role: str, method: str) -> Callable[[DataProto], DataProto]:
-    """The columns (B, T) that a forward pass of a role over whole sequences gives, such as ref_log_prob or values."""
+def infer(roles: Roles, role: str, method: str, reads: tuple[str, ...] = ()) -> Callable[[DataProto], DataProto]:
+    """The columns (B, T) that a forward pass of a role over whole sequences gives, such as ref_log_prob or values.
+
+    reads: further columns for the workers.
+    """
 
     def infer_sequences(batch: DataProto) -> DataProto:
-        return getattr(roles[role], method)(sequence_columns(batch))
+        return getattr(roles[role], method)(sequence_columns(batch, reads))
 
     return infer_sequences
 

@@ -119,8 +119,8 @@ def _problems(config: schema.Config) -> Iterator[Problem]:
             yield Problem(
                 _KEY + "bypass_mode",
                 f"true, but the log-probs of the rollout are those of the distribution filtered by {filters}, and "
-                f"training computes those of the full distribution: use false with {_KEY}rollout_is=token, or turn the "
-                "filters off",
+                "without the pass old_log_prob, which records the tokens that are kept, training computes those of the "
+                f"full distribution: use false with {_KEY}rollout_is=token, or turn the filters off",
             )
         if correction.rollout_is_batch_normalize:
             yield Problem(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, Sampler
 
+from verl.agents.loop import AGENT_LOOPS
 from verl.config import schema
 from verl.data.bad_rows import BadRowsError, write_bad_rows
 from verl.data.collate import TOKEN_KEYS, PromptCollator, collate_prompts
@@ -25,6 +26,7 @@ from verl.protocol import DataProto
 from verl.registry import import_module, load_object
 from verl.rewards import RewardManager, as_reward_manager, load_reward_manager
 from verl.rewards.functions import check_registered
+from verl.rewards.managers import NaiveRewardManager
 from verl.trainer.checks.models import ModelLimits
 from verl.utils.data_names import with_split
 
@@ -276,6 +278,11 @@ def _limits_of(reward: schema.RewardConfig) -> dict[str, Any]:
     return {name: reward[name] for name in names}
 
 
+def _score_group(rollout: schema.RolloutConfig) -> Callable | None:
+    """The function `score_group` of the agent loop, if its class has one."""
+    return getattr(AGENT_LOOPS.get(rollout.agent.default_agent_loop), "score_group", None)
+
+
 def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
     """The reward manager that the `reward` section describes."""
     reward = config.reward
@@ -285,11 +292,11 @@ def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
             f"reward.custom_reward_function.name is {function.name!r}, but reward.custom_reward_function.path is null: "
             "set it to the file that defines the function"
         )
-    registered = reward.reward_function
+    registered, score_group = reward.reward_function, _score_group(config.actor_rollout_ref.rollout)
     check_registered(registered, [import_module(address) for address in config.imports])
     if reward.reward_model.enable and not (registered or function.path):
         registered = "model_score"
-    elif config.actor_rollout_ref.rollout.mode == "server" and not (registered or function.path):
+    elif (score_group or config.actor_rollout_ref.rollout.mode == "server") and not (registered or function.path):
         registered = "agent_score"
     loaded = load_reward_manager(
         tokenizer=tokenizer,
@@ -303,6 +310,10 @@ def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
         reward_fn_key=config.data.reward_fn_key,
         config=config.model_dump(),
     )
+    if score_group is not None and not isinstance(loaded, NaiveRewardManager):
+        raise ValueError(f"score_group of the agent loop: expected a NaiveRewardManager, found {type(loaded).__name__}")
+    if score_group is not None:
+        loaded.score_group = score_group
     if reward.reward_model.enable and not loaded.compute_score.accepts_extra_info:
         raise ValueError(
             f"reward.reward_model.enable is true, but the reward function {loaded.compute_score.location} does not "
