@@ -4,6 +4,7 @@
 - a `<picture>` follows the colors of the site;
 - `<!-- api verl.module.Name -->` becomes the documentation of that object, from its docstrings; names of methods after
   it select these methods, inherited ones included;
+- the search lists pages of the guide first, and internals last;
 - long keys in tables may break;
 - a code block of the language mermaid is a diagram;
 - a file of the repository that a page links becomes a page of the site below `source/`; a link to a folder or a large
@@ -30,6 +31,8 @@ PICTURE = re.compile(
 HOME = {"README.md": "index.md", "README.zh.md": "index.zh.md"}
 SOURCE = "source"
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".txt": "text"}
+#: part of the navigation -> weight of its pages in the search
+BOOST = {"Guide": 3, "Internals": 0.5}
 #: bytes of a file that becomes a page
 LARGEST = 60_000
 
@@ -62,6 +65,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Insert the objects, and rewrite the links to other files of the repository."""
+    page.meta.setdefault("search", {"boost": BOOST.get(page.ancestors[-1].title, 1)} if page.ancestors else {})
     folder = posixpath.dirname(_repository_path(page.file.src_uri))
     start = posixpath.dirname(page.file.src_uri) or "."
 

@@ -1,18 +1,22 @@
-"""The picture of docs/debug_rewards.md: python scripts/hacking_figure.py RIGHT HACKED [docs/images]
+"""The picture of docs/debug_rewards.md, from benchmarks/results/reward_hacking_cpu.json: python scripts/hacking_figure.py
 
-RIGHT is the GRPO run of docs/tutorial.md with trainer.test_freq=10, and HACKED the same with the reward of
-docs/debug_rewards.md.
+python scripts/hacking_figure.py RIGHT HACKED records two runs first: RIGHT is the GRPO run of docs/tutorial.md, and HACKED
+the same with the reward of docs/debug_rewards.md and trainer.test_freq=10.
 """
 
+import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # installed or not
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # installed or not
 
 import matplotlib.pyplot as plt
 
 from verl.tracking.runs import read_metrics
 
+RECORD = ROOT / "benchmarks" / "results" / "reward_hacking_cpu.json"
+IMAGES = ROOT / "docs" / "images"
 STYLES = {"light": ("#ffffff", "#1f2328"), "dark": ("#0e1117", "#e6edf3")}
 CURVES = {
     "score and validation accuracy": {"critic/score/mean": "score", "val-core/sort/acc/mean@1": "validation accuracy"},
@@ -21,14 +25,28 @@ CURVES = {
 }
 
 
-def draw(runs: dict[str, Path], path: Path, background: str, foreground: str) -> None:
+def record(right: Path, hacked: Path) -> None:
+    """Write the curves of two runs, rounded to four digits."""
+    names = [metric for metrics in CURVES.values() for metric in metrics]
+    curves = {}
+    for title, run in {"right reward": right, "partial credit": hacked}.items():
+        series = read_metrics(run / "metrics.jsonl")
+        curves[title] = {name: [[step, round(value, 4)] for step, value in series[name]] for name in names}
+    command = (
+        "verl train --config sort/grpo.yaml (docs/tutorial.md, default seed), with each reward of docs/debug_rewards.md"
+    )
+    text = json.dumps({"command": command, "machine": "one CPU core", "runs": curves})
+    RECORD.write_text(f"{text}\n", encoding="utf-8")
+
+
+def draw(path: Path, background: str, foreground: str) -> None:
     """One row of curves for each run."""
+    runs = json.loads(RECORD.read_text(encoding="utf-8"))["runs"]
     colors = {name: foreground for name in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")}
     colors |= {"axes.edgecolor": foreground, "axes.facecolor": background, "figure.facecolor": background}
     with plt.rc_context({**colors, "font.size": 9, "legend.frameon": False}):
         figure, axes = plt.subplots(len(runs), len(CURVES), figsize=(10.5, 5), layout="constrained", sharey="col")
-        for (title, folder), row in zip(runs.items(), axes):
-            series = read_metrics(folder / "metrics.jsonl")
+        for (title, series), row in zip(runs.items(), axes):
             for (name, metrics), plot in zip(CURVES.items(), row):
                 for metric, label in metrics.items():
                     marker = "o" if metric.startswith("val") else ""
@@ -41,7 +59,7 @@ def draw(runs: dict[str, Path], path: Path, background: str, foreground: str) ->
 
 
 if __name__ == "__main__":
-    right, hacked, *out = (Path(argument) for argument in sys.argv[1:])
-    for scheme, colors in STYLES.items():
-        path = (out[0] if out else Path("docs/images")) / f"hacking-{scheme}.png"
-        draw({"right reward": right, "partial credit": hacked}, path, *colors)
+    if len(sys.argv) > 1:
+        record(Path(sys.argv[1]), Path(sys.argv[2]))
+    for scheme, style in STYLES.items():
+        draw(IMAGES / f"hacking-{scheme}.png", *style)

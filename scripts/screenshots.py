@@ -24,7 +24,7 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME, TerminalTheme
 from verl.tracking.console import TrainingProgress
 
 COLUMNS = 104
-WIDTH, HEIGHT = 1200, 900
+WIDTH, HEIGHT = 1200, 630
 #: background, text, and the eight colors of a terminal
 DARK = TerminalTheme(
     (14, 17, 23),
