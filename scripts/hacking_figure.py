@@ -1,20 +1,20 @@
-"""The picture of docs/debug_rewards.md, from benchmarks/results/reward_hacking_cpu.json: python scripts/hacking_figure.py
+"""The picture of docs/debug_rewards.md, from its record: python scripts/hacking_figure.py
 
-python scripts/hacking_figure.py RIGHT HACKED records two runs first: RIGHT is the GRPO run of docs/tutorial.md, and HACKED
-the same with the reward of docs/debug_rewards.md and trainer.test_freq=10.
+With the arguments RIGHT HACKED it records two runs first: RIGHT is the GRPO run of docs/tutorial.md, HACKED the same
+with the reward of docs/debug_rewards.md and trainer.test_freq=10.
 """
 
 import json
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # installed or not
 
 import matplotlib.pyplot as plt
 
 from verl.tracking.runs import read_metrics
 
+ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "reward_hacking_cpu.json"
 IMAGES = ROOT / "docs" / "images"
 STYLES = {"light": ("#ffffff", "#1f2328"), "dark": ("#0e1117", "#e6edf3")}
@@ -32,9 +32,7 @@ def record(right: Path, hacked: Path) -> None:
     for title, run in {"right reward": right, "partial credit": hacked}.items():
         series = read_metrics(run / "metrics.jsonl")
         curves[title] = {name: [[step, round(value, 4)] for step, value in series[name]] for name in names}
-    command = (
-        "verl train --config sort/grpo.yaml (docs/tutorial.md, default seed), with each reward of docs/debug_rewards.md"
-    )
+    command = "verl train --config sort/grpo.yaml of docs/tutorial.md, and with the reward of docs/debug_rewards.md"
     text = json.dumps({"command": command, "machine": "one CPU core", "runs": curves})
     RECORD.write_text(f"{text}\n", encoding="utf-8")
 
