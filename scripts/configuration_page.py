@@ -10,7 +10,7 @@ from verl.cli.config import SCHEMAS
 from verl.config import reference_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration_reference.md"
-COMMANDS = {"ppo": "train", "sft": "sft", "generation": "generate", "evaluation": "eval"}
+COMMANDS = {"ppo": "train", "sft": "sft", "dpo": "dpo", "rm": "rm", "generation": "generate", "evaluation": "eval"}
 ABOVE = """\
 # Configuration reference
 
@@ -30,9 +30,13 @@ def section_of(row: str) -> str:
 def text() -> str:
     """The page: one table per section of each program."""
     parts = [ABOVE]
+    known = set(reference_table(SCHEMAS["sft"]).splitlines()[2:])
     for name, schema in SCHEMAS.items():
         head, rule, *rows = reference_table(schema).splitlines()
         parts.append(f"## verl {COMMANDS[name]}\n")
+        if name != "sft" and issubclass(schema, SCHEMAS["sft"]):
+            rows = [row for row in rows if row not in known]
+            parts.append("The keys of `verl sft`, and:\n")
         for section, rows_of_section in itertools.groupby(sorted(rows, key=section_of), section_of):
             title = f"{COMMANDS[name]}: {section}" if section else f"{COMMANDS[name]}: top level"
             parts += [f"### {title}\n", "\n".join([head, rule, *rows_of_section]) + "\n"]

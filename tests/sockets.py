@@ -4,7 +4,7 @@ import ipaddress
 import os
 from pathlib import Path
 
-from verl.rewards.sandbox.program_boot import children
+from verl.processes.child import descendants
 
 
 def listening(pid: int) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
@@ -22,8 +22,7 @@ def listening(pid: int) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
 
 def processes_below(pid: int) -> list[int]:
     """The child processes of a process, and their child processes."""
-    below = children(pid)
-    return below + [other for child in below for other in processes_below(child)]
+    return list(descendants(pid))
 
 
 def _link(file: Path) -> str:

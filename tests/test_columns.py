@@ -36,16 +36,18 @@ def good() -> DataProto:
         "weight_version": torch.zeros(B, dtype=torch.int64),
         "routed_experts": torch.where(attention[..., None, None] > 0, torch.tensor([[3, 0], [1, 2]]), -1).short(),
     }
+    candidates = {"candidate_ids": torch.zeros(B, T, 4, dtype=torch.int64)}
+    candidates["teacher_candidate_log_probs"] = torch.full((B, T, 4), -2.0)
     floats = {k: torch.full((B, T), float("nan")) for k, c in COLUMNS.items() if (c.dims, c.dtype) == ("B T", "float")}
     for value in floats.values():
         value[chosen == 1] = 0.5
     objects = {k: [f"{k} of row {i}" for i in range(B)] for k, c in COLUMNS.items() if c.dtype == "object"}
     objects["multi_modal_inputs"] = [{"pixel_values": torch.ones(2)}, None, None]
-    return DataProto.from_dict(tensors | floats, objects, {"vocab_size": B * (P + T)})
+    return DataProto.from_dict(tensors | candidates | floats, objects, {"vocab_size": B * (P + T)})
 
 
 #: columns of tensors whose shape is fixed by B, P and T
-OF_TENSORS = [k for k, c in COLUMNS.items() if c.dtype != "object" and k != "routed_experts"]
+OF_TENSORS = [k for k, c in COLUMNS.items() if c.dtype != "object" and not c.dims.endswith("k")]
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from tests.trainer.conftest import make_tiny, run_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("custom_*.md"))
+PAGES += [ROOT / "docs" / "fsdp_extension.md", ROOT / "docs" / "dpo_extension.md"]
 BLOCK = re.compile(r"^```(python|bash|text|diff)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -117,7 +118,7 @@ class Reader:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_page_runs_as_printed(page, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "argv", [""])
     monkeypatch.syspath_prepend(str(tmp_path))
     for folder in ("examples",):
         (tmp_path / folder).symlink_to(ROOT / folder)
@@ -134,4 +135,15 @@ def test_the_page_runs_as_printed(page, tiny, tmp_path, monkeypatch, capsys):
 def test_all_pages_are_there():
     names = ("loss", "estimator", "reward", "reward_manager", "dataset", "operator", "trainer")
     names += ("rollout_engine", "agent_loop", "train_engine")
-    assert {page.stem for page in PAGES} == {f"custom_{name}" for name in names}
+    assert {page.stem for page in PAGES} == {f"custom_{name}" for name in names} | {"fsdp_extension", "dpo_extension"}
+
+
+def test_the_page_on_megatron_names_the_files_that_call_it():
+    """And the version that is pinned."""
+    page, folder = (ROOT / "docs" / "megatron_extension.md").read_text(), ROOT / "verl" / "engines" / "megatron"
+    table = re.findall(r"^\| `(\w+\.py)` \|", page, re.MULTILINE)
+    call = re.compile(r"^\s*from megatron", re.MULTILINE)
+    calls = [path.name for path in folder.glob("*.py") if call.search(path.read_text())]
+    assert sorted(table) == sorted(calls) and all((folder / name).is_file() for name in ("convert.py", "layout.py"))
+    pin = re.search(r"`(megatron-core[^`]+)`\)", page)[1]
+    assert f'megatron = ["{pin}"]' in (ROOT / "pyproject.toml").read_text()

@@ -16,9 +16,11 @@ OPTIONAL = {"ray", "vllm", "sglang", "megatron", "liger_kernel", "matplotlib", "
 ADAPTERS = {
     "verl.single_controller.ray.cluster",
     "verl.single_controller.ray.actor_pool",
+    "verl.single_controller.ray.public",
     "verl.single_controller.ray.rank_actor",
     *(f"verl.engines.megatron.{name}" for name in ("checkpoint", "convert", "engine", "experts", "memory", "model")),
     # kernels for a GPU, written in Triton
+    "verl.modeling.fp8_triton",
     "verl.modeling.layers_triton",
     "verl.modeling.log_probs_triton",
     "verl.modeling.batch_invariant.triton_kernels",

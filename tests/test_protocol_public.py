@@ -235,3 +235,13 @@ def test_rows_without_tensor_columns_have_no_tensors_either():
     assert batch[1].batch is None and batch[1].non_tensor_batch == {"answer": "b"}
     collated = protocol.collate_fn([batch[1], batch[0]])
     assert collated.batch is None and collated.non_tensor_batch["answer"].tolist() == ["b", "a"]
+
+
+@pytest.mark.parametrize("kind", [ValueError, AssertionError, KeyError])
+def test_a_conflict_is_what_public_verl_raises(kind):
+    """Code of recipes catches an AssertionError of `union`, and a KeyError of `select`."""
+    data = DataProto.from_dict({"a": torch.ones(2)})
+    with pytest.raises(kind, match=r"^column 'a' is in both batches with different contents"):
+        data.union(DataProto.from_dict({"a": torch.zeros(2)}))
+    with pytest.raises(kind, match=r"^the batch has no tensor column 'b': known: a"):
+        data.select(batch_keys=["b"])

@@ -1,5 +1,17 @@
-"""python -m verl: the command `verl`."""
+"""python -m verl: the command `verl`. A missing package is named with the command that installs it."""
 
-from verl.cli.app import app
+import sys
 
-app(prog_name="verl")
+
+def main() -> None:
+    try:
+        from verl.cli.app import app
+    except ModuleNotFoundError as error:
+        from verl.trainer.startup.command_line import print_missing_package
+
+        sys.exit(print_missing_package(error))
+    app(prog_name="verl")
+
+
+if __name__ == "__main__":
+    main()

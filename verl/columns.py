@@ -21,8 +21,13 @@ if TYPE_CHECKING:
     from verl.protocol import DataProto
 
 
-class DataProtoValidationError(ValueError):
-    """A batch violates its contract. The message names the column, what was expected and found, and the source."""
+class DataProtoValidationError(ValueError, AssertionError, KeyError):
+    """A batch violates its contract. The message names the column, what was expected and found, and the source.
+
+    It is also what public verl raises in these cases: a KeyError or an AssertionError.
+    """
+
+    __str__ = Exception.__str__  # that of KeyError quotes the message
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Column:
     """One row of the table.
 
     Args:
-        dims: "B T", "B P", "B P+T", "B P+T layers k" or "B".
+        dims: "B T", "B T k", "B P", "B P+T", "B P+T layers k" or "B".
         dtype: a key of `DTYPES`, or "object" for a column of Python objects.
         meaning: for the documentation.
     """
@@ -56,6 +61,9 @@ COLUMNS: dict[str, Column] = {
     "trajectory_info": Column("B", "object", "what the agent loop adds to extra_info: turns and rewards of tools"),
     "old_log_probs": Column("B T", "float", "log-probs of the policy before this update, by the training engine"),
     "ref_log_prob": Column("B T", "float", "log-probs of the reference policy"),
+    "teacher_log_probs": Column("B T", "float", "log-probs of the teacher of the row (distillation)"),
+    "candidate_ids": Column("B T k", "int64", "the k tokens that the teacher finds most probable"),
+    "teacher_candidate_log_probs": Column("B T k", "float", "the teacher's log-probs of candidate_ids"),
     "entropys": Column("B T", "float", "entropy of the distribution that each token was sampled from"),
     "values": Column("B T", "float", "the critic's value before each token"),
     "token_level_scores": Column("B T", "float", "reward before the KL penalty"),

@@ -16,6 +16,7 @@ from pathlib import Path
 from verl.trainer.checks.preflight import Recipe
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
+from verl.trainer.ray_trainer import RayPPOTrainer
 
 RECIPE = Recipe("DAPO", Path(__file__).with_name("dapo.yaml"))
 
@@ -30,6 +31,12 @@ class DAPOTrainer(PPOTrainer):
 
 
 LocalDAPOTrainer = DAPOTrainer  # its name in earlier releases
+
+
+class RayDAPOTrainer(RayPPOTrainer):
+    """DAPO on a Ray cluster."""
+
+    recipe = RECIPE
 
 
 if __name__ == "__main__":

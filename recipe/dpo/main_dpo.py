@@ -1,54 +1,45 @@
-"""python -m verl.recipe.dpo.main_dpo key=value ...: DPO, with dpo.yaml below the settings on the command line."""
+"""python -m verl.recipe.dpo.main_dpo [--online] key=value ...: learn from preferences (`verl dpo`).
+
+Offline, the preferences are those of a file. Online, they are those of a reward between responses of the policy; the
+settings are those of `verl train`, with dpo.yaml below them.
+"""
 
 import sys
-from pathlib import Path
 
-from verl.dataflow import DataFlow
-from verl.protocol import DataProto
-from verl.recipe.dpo.flow import ResponsesOfData, check_pairs, check_settings, online_dpo, use_responses_of_data
-from verl.recipe.dpo.worker import DPOActorWorker, DPOConfig
-from verl.single_controller import WorkerSpec
-from verl.trainer.checks.preflight import Recipe
-from verl.trainer.main_ppo import main
-from verl.trainer.ppo_trainer import PPOTrainer
+from verl.trainer.startup.program import Program, program_help
+from verl.utils.lazy import lazy_names
 
-RECIPE = Recipe(
-    "DPO",
-    Path(__file__).with_name("dpo.yaml"),
-    DPOConfig,
-    check_settings,
-    check_pairs,
-    scores_training=lambda config: config.dpo.answers == "policy",
+HELP = program_help(
+    """\\
+      dpo.loss=dpo data.train_files=pairs.jsonl data.val_files=held_out.jsonl data.train_batch_size=64 \\
+      model.path=/path/to/model optim.lr=5e-7 trainer.total_epochs=1 trainer.test_freq=50
+
+  {program} --online \\
+      dpo.loss=dpo data.train_files=prompts.parquet data.train_batch_size=64 reward.reward_function=... \\
+      actor_rollout_ref.model.path=/path/to/model actor_rollout_ref.rollout.n=4
+
+A row has a prompt with the columns chosen and rejected, or (dpo.loss=kto) completion and label (docs/preferences.md).
+  --online             the policy generates, a reward prefers; keys: those of verl train, and dpo.*
+""",
+    option=" --of dpo",
 )
 
-
-class DPOTrainer(PPOTrainer):
-    """DPO on the cluster of trainer.backend: a different flow, and an actor with a different update.
-
-    >>> DPOTrainer(overrides=["data.train_files=train.parquet", "actor_rollout_ref.model.path=my-model"]).fit()
-    """
-
-    recipe = RECIPE
-
-    def build_flow(self) -> DataFlow:
-        config, flow = self.config, online_dpo(super().build_flow(), self.config, self.roles)
-        if config.dpo.answers == "policy":
-            return flow
-        return use_responses_of_data(flow, ResponsesOfData(config.dpo, self.tokenizer, config.data.max_response_length))
-
-    def worker_specs(self) -> dict[str, WorkerSpec]:
-        specs = super().worker_specs()
-        actor = WorkerSpec(DPOActorWorker, {**specs["actor"].kwargs, "dpo": self.config.dpo})
-        return specs | {"actor": actor}
-
-    def step_metrics(self, batch: DataProto) -> dict[str, float]:
-        """Metrics of the main trainer, except that the mean score is over all responses instead of the selected
-        pairs."""
-        return super().step_metrics(batch) | {"critic/score/mean": batch.meta_info["metrics"]["dpo/score_mean"]}
+OFFLINE = Program("verl.recipe.dpo.main_dpo", HELP, "DPOConfig", "verl.recipe.dpo.offline:OfflineDPOTrainer")
 
 
-LocalDPOTrainer = DPOTrainer  # its name in earlier releases
+def main(arguments: list[str] | None = None, program: str = OFFLINE.module) -> int:
+    """Run `verl dpo`. Returns the exit status. arguments: None for sys.argv."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--online" not in arguments or {"--help", "-h"} & {*arguments}:
+        return OFFLINE.main(arguments, program)
+    from verl.recipe.dpo.online import DPOTrainer
+    from verl.trainer.main_ppo import main as train
 
+    return train([word for word in arguments if word != "--online"], DPOTrainer, f"{program} --online")
+
+
+_HOME = {"verl.recipe.dpo.online": "RECIPE DPOTrainer LocalDPOTrainer"}
+_, __getattr__, _ = lazy_names(__name__, _HOME)
 
 if __name__ == "__main__":
-    sys.exit(main(trainer=DPOTrainer, program="verl.recipe.dpo.main_dpo"))
+    sys.exit(main())

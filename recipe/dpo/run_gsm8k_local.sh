@@ -9,7 +9,7 @@ set -euo pipefail
 MODEL=${MODEL:?set MODEL to a HuggingFace model: a folder or an id}
 DATA=${DATA:?set DATA to the folder with train.parquet and test.parquet}
 
-exec "${PYTHON:-python}" -m verl.recipe.dpo.main_dpo \
+exec "${PYTHON:-python}" -m verl.recipe.dpo.main_dpo --online \
     data.train_files="$DATA/train.parquet" \
     data.val_files="$DATA/test.parquet" \
     data.train_batch_size=64 \

@@ -6,9 +6,10 @@ import logging
 
 import pytest
 
-from verl.config import ConfigError, dump_config, load_config, to_flat_dict
+from verl.config import Config, ConfigError, dump_config, load_config, to_flat_dict
 from verl.config.checks.run import check_built_in
 from verl.config.presets import PRESETS as PUBLISHED
+from verl.config.schema.sft import SFTConfig
 
 ACTOR = "actor_rollout_ref.actor."
 PRESETS = {
@@ -412,3 +413,25 @@ def test_hosts_of_the_rollout_are_placed_after_those_of_training(overrides, size
     assert placement.rollout_devices == rollout
     (tmp_path / "saved.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "saved.yaml") == config
+
+
+@pytest.mark.parametrize("schema", [Config, SFTConfig])
+def test_scripts_for_npus_run_on_nvidia_gpus_and_say_so(schema, caplog):
+    with caplog.at_level("WARNING", "verl.config"):
+        config = load_config(overrides=["trainer.device=npu"], schema=schema)
+    assert config.trainer.device == "cuda"
+    assert "trainer.device: npu (override 'trainer.device=npu') sets trainer.device: cuda" in caplog.text
+
+
+def test_settings_of_memory_and_balance_change_no_result(caplog):
+    keys = ["actor_rollout_ref.actor.megatron.use_megatron_fsdp=true", "trainer.balance_keep_minibatch=true"]
+    more = ["actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.ref.strategy=megatron"]
+    with caplog.at_level("WARNING", "verl.config"):
+        load_config(overrides=[*keys, *more, "algorithm.name=grpo"])
+    assert "ignored: 2 keys without effect here" in caplog.text and all(key[:-5] in caplog.text for key in keys)
+
+
+def test_added_settings_of_a_dataset_are_those_of_its_class():
+    added = ["+data.kwargs.template=c.jinja", "+data.dataset=amazon"]
+    config = load_config(overrides=[*added, "data.custom_cls.path=a.py", "data.custom_cls.name=A"])
+    assert config.data.custom_cls.kwargs == {"template": "c.jinja", "dataset": "amazon"}

@@ -71,7 +71,7 @@ VALUES = {
     f"{ACTOR}use_kl_loss=maybe": "found 'maybe' (str), expected bool",
     f"{ACTOR}loss_agg_mode=mean": "expected one of token-mean, token-sum",
     "trainer.device=cud": "expected one of auto, cpu, cuda; did you mean cuda?",
-    "trainer.device=npu": "found 'npu' (str), expected one of auto, cpu, cuda",
+    "trainer.device=tpu": "found 'tpu' (str), expected one of auto, cpu, cuda",
     f"{ACTOR}checkpoint.save_contents=[modle]": "expected list[one of model, optimizer, extra, hf_model]; did you",
     "trainer.total_training_steps=0": "found 0, expected int >= 1 or null",
     "critic.optim.betas=[0.9]": "expected list[float] of length 2",
@@ -88,7 +88,7 @@ VALUES = {
     "data.seed=${trainer.sed}": "did you mean trainer.seed?",
     "trainer.project_name=${oc.env:VERL_SURELY_NOT_SET}": "VERL_SURELY_NOT_SET",
     "algorithm.name=gsp": "there is no algorithm 'gsp'",
-    "algorithm.name=dpo": "'dpo' is not an algorithm of this command: run python -m verl.recipe.dpo.main_dpo",
+    "algorithm.name=dpo": "'dpo' is not an algorithm of this command: run verl dpo --online",
     # not supported
     "data.audio_key=sounds": "audio is not supported",
     f"{ARR}model.mtp.enable=true": "multi-token prediction is not supported",
@@ -103,10 +103,8 @@ VALUES = {
     "trainer.async.max_staleness=-1": "found -1, expected int >= 0",
     "actor_rollout_ref.hybrid_engine=false": "no separate devices",
     f"{ACTOR}optim.optimizer=SGD": "AdamW8bit",
-    "distillation.enabled=true": "distillation from a teacher is not supported",
     "model_engine=veomni": "selects the engine veomni, which is not supported yet: use dp",
     f"{ARR}ref.megatron.router_replay.mode=R3": "actor.router_replay.mode is for all roles",
-    f"{ACTOR}megatron.use_megatron_fsdp=true": "use strategy=fsdp",
     f"{ACTOR}megatron.tensor_model_paralel_size=2": "did you mean",
     f"{ROLLOUT}mtp.enable=true": "remove the key",
     f"{ROLLOUT}over_sample_rate=0.5": "0.5 is not supported: a rollout waits for every response; remove the key",
@@ -185,7 +183,6 @@ COMBINATIONS = {
     f"{TRANSFORMER}pipeline_model_parallel_layout=Et*2tL": "num_layers_in_last_pipeline_stage",
     f"{MEGATRON}override_ddp_config.grad_reduce_in_fp32=False": "gradients are reduced in fp32",
     f"{MEGATRON}router_replay.mode=R3": "enable_rollout_routing_replay=true, or use R2",
-    f"{MEGATRON}use_megatron_fsdp=true": "use strategy=fsdp",
     f"{MEGATRON}use_dist_checkpointing=true": "is not set: remove this key (initial weights are read from model.path",
     **dict.fromkeys(
         (f"{MEGATRON}use_dist_checkpointing=true {PATH}={path}" for path in ("null", "\"''\"", "\"'  '\"")),
@@ -224,7 +221,6 @@ OF_SFT = {
     "engine.fsdp_size=3 trainer.n_gpus_per_node=4": "engine.fsdp_size (override 'engine.fsdp_size=3'): 3 does not",
     "engine.strategy=megatron model.freeze_vision_tower=true": f"'model.{TOWER}",
     "engine.strategy=megatron model.lora_rank=8": "does not support LoRA",
-    "engine=megatron engine.use_megatron_fsdp=true": "use strategy=fsdp",
     "engine=megatron engine.use_dist_checkpointing=True": "=True'): true, but dist_checkpointing_path is not set",
     "engine=megatron engine.qat.enable=true": "engine.qat.enable=true'): true is not supported",
 }
@@ -271,11 +267,11 @@ def test_combinations_that_are_valid():
 def test_all_problems_come_at_once(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("data:\n  train_batch_sise: 3\n  truncation: cut\nreward_function: [a, {b: 1}]\n")
-    found = problems("x", "trainer.nnodes=x", "trainer.balance_keep_minibatch=true", path=file)
+    found = problems("x", "trainer.nnodes=x", "trainer.v1.sampler.sync_refill_failed_groups=true", path=file)
     assert [problem.split(":")[0] for problem in found] == [
         "x (override 'x')",
         "data.train_batch_sise (run.yaml line 2)",
-        "trainer.balance_keep_minibatch (override 'trainer.balance_keep_minibatch=true')",
+        "trainer.v1.sampler.sync_refill_failed_groups (override 'trainer.v1.sampler.sync_refill_failed_groups=true')",
         "data.truncation (run.yaml line 3)",
         "reward_function (run.yaml line 4, alias of reward.reward_function)",
         "trainer.nnodes (override 'trainer.nnodes=x')",

@@ -51,6 +51,7 @@ OURS = {
     f"{ROLLOUT}n_gpus_per_node",  # null: trainer.n_gpus_per_node
     "actor_rollout_ref.nccl_timeout",  # null: the controller ends what hangs, and shows where
     *(f"{ROLLOUT}max_num_seqs", f"{ROLLOUT}tensor_model_parallel_size"),
+    "distillation.teacher_models",  # none, instead of one without a model
     "data.dataloader_num_workers",  # null: threads for images only
     *("reward.reward_manager.module.name", "trainer.device", "trainer.logger", "trainer.n_gpus_per_node"),
     *("trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir"),  # from data and algorithm
@@ -258,7 +259,7 @@ def test_what_upstream_accepts_and_results_do_not_depend_on(caplog):
 
 
 def test_false_is_not_zero():
-    known = upstream_key("trainer.balance_keep_minibatch", "ppo")
+    known = upstream_key("trainer.v1.sampler.sync_refill_failed_groups", "ppo")
     assert known.accepts(False)
     assert not known.accepts(0)
 

@@ -124,7 +124,7 @@ def test_errors_come_at_once(fake, monkeypatch):
 
 def test_without_the_library(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"me/sums is no file, .*: pip install 'verl\[hub\]'"):
+    with pytest.raises(ValueError, match=r"me/sums is no file, .*: pip install datasets"):
         read_rows("me/sums")
     with pytest.raises(ValueError, match="is a folder, which needs the package datasets"):
         read_rows(tmp_path)

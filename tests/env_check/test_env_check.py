@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from verl.env_check import check as machine
-from verl.env_check.check import Cards, check_gpus, nvidia_smi
+from verl.env_check.check import Cards, check_gpus, check_interfaces, nvidia_smi
 from verl.env_check.packages import (
     CORE,
     FAULT,
@@ -26,6 +27,7 @@ from verl.env_check.packages import (
     check_fsdp2,
     check_optional,
 )
+from verl.processes.isolation.mode import Isolation
 from verl.utils.env_check import check_env, possible_modes
 
 ROOT = Path(__file__).parents[2]
@@ -190,3 +192,34 @@ def test_modes_follow_the_findings():
     assert modes["Ray, one or many hosts"] == "needs Ray" and modes["rollout.name=sglang"] == "needs SGLang"
     broken = possible_modes([*checks, Check("torch", FAULT, "", required=True)])
     assert set(broken.values()) == {"fix torch first"}
+
+
+LOOPBACK = socket.if_nameindex()[0][1]  # lo, lo0
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "state"),
+    [
+        ("NCCL_SOCKET_IFNAME", LOOPBACK, OK),
+        ("NCCL_SOCKET_IFNAME", f"={LOOPBACK}", OK),
+        ("NCCL_SOCKET_IFNAME", LOOPBACK[:-1], OK),
+        ("NCCL_SOCKET_IFNAME", f"={LOOPBACK[:-1]}", FAULT),
+        ("NCCL_SOCKET_IFNAME", f"nosuch,{LOOPBACK}", OK),
+        ("NCCL_SOCKET_IFNAME", "^=nosuch", OK),
+        ("NCCL_SOCKET_IFNAME", "nosuch0", FAULT),
+        ("GLOO_SOCKET_IFNAME", LOOPBACK, OK),
+        ("GLOO_SOCKET_IFNAME", LOOPBACK[:-1], FAULT),
+    ],
+)
+def test_network_interfaces_that_variables_name(variable, value, state):
+    """NCCL takes prefixes, Gloo one name."""
+    (check,) = check_interfaces({variable: value})
+    assert check.state == state and (state == OK or f"unset {variable}" in check.fix)
+    assert check_interfaces({}) == []
+
+
+def test_the_isolation_of_programs_is_a_line_of_the_report(monkeypatch):
+    monkeypatch.setattr(machine, "isolation", lambda: Isolation(problem="bwrap is missing"))
+    line = str(machine.check_isolation())
+    assert line.startswith("[!] programs") and "without bubblewrap (bwrap is missing), programs can" in line
+    assert "apt install bubblewrap" in line

@@ -265,3 +265,11 @@ def test_an_adapter_of_another_strength_would_be_found(made, tmp_path):
     expected = checksums(Export(source, model, None).load())
     with pytest.raises(ValueError, match=r"proj.weight of the merged model differs from the checkpoint"):
         check_folder(tmp_path / "merged", model, torch.float32, expected)
+
+
+def test_a_missing_folder_names_the_checkpoints_that_exist(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("gsm8k/ppo-qwen2/global_step_3", "other/global_step_20"):
+        (tmp_path / "checkpoints" / name / "actor").mkdir(parents=True)
+    missing = tmp_path / "checkpoints/verl_examples/gsm8k/global_step_410/actor"
+    assert_refused(missing, r"no folder .*gsm8k/ppo-qwen2/global_step_3, checkpoints/other/global_step_20$")

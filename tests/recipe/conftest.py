@@ -1,3 +1,3 @@
 """The tiny policy and the settings of tests of trainers."""
 
-from tests.trainer.conftest import settings, tiny  # noqa: F401
+from tests.trainer.conftest import forbid_workers, settings, tiny  # noqa: F401

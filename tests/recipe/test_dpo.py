@@ -1,19 +1,20 @@
-"""verl/recipe/dpo: pairs by hand, the gradient of the two passes against one, pairs that stay together, two steps."""
+"""verl/recipe/dpo online: pairs by hand, the gradient of two passes against one, pairs that stay together, steps."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.trainer.runs import fit
-from verl.algorithms.preference import dpo_loss
+from verl.algorithms.preference import PREFERENCE_LOSSES, PreferenceLoss
 from verl.config import load_config
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
 from verl.recipe.dpo import DPOTrainer
 from verl.recipe.dpo.flow import pairs
-from verl.recipe.dpo.worker import DPOActorWorker, DPOConfig, sequence_weights
+from verl.recipe.dpo.worker import DPOActorWorker, OnlineDPOConfig, sequence_columns, with_mismatched
 from verl.trainer.ppo.operators import Update
 
 
@@ -25,73 +26,80 @@ def test_pairs_by_hand():
     found = pairs(batch)
     assert found.batch["row"].tolist() == [1, 0, 3, 4, 6, 7]  # b is a tie: its first two answers, which weigh nothing
     assert found.batch["pair_weight"].tolist() == [1, 1, 0, 0, 1, 1]
+    assert found.batch["label"].tolist() == [1, 0] * 3 and found.batch["margin"].tolist() == [1, 1, 0, 0, 2, 2]
     assert found.meta_info["metrics"] == {"dpo/score_mean": pytest.approx(8.5 / 9), "dpo/ties": 1 / 3}
 
 
-def rows_by_hand(seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probs of four pairs, the second of them a tie."""
-    draw = torch.Generator().manual_seed(seed)
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]] * 4)
-    rows = {
-        "response_mask": mask,
-        "ref_log_prob": -torch.rand(8, 3, generator=draw, dtype=torch.float64),
-        "pair_weight": torch.tensor([1.0, 1, 0, 0, 1, 1, 1, 1]),
-    }
-    return -torch.rand(8, 3, generator=draw, dtype=torch.float64), rows
+def worker(tiny, loss: str, *overrides: str) -> DPOActorWorker:
+    settings = [f"actor_rollout_ref.model.path={tiny / 'model'}", "actor_rollout_ref.actor.optim.lr=1e-2", *overrides]
+    config = load_config(overrides=settings, schema=OnlineDPOConfig)
+    further = {"correction": config.algorithm.rollout_correction, "loss": PreferenceLoss(loss)}
+    further |= {"total_training_steps": 1, "device": "cpu", "pad_token_id": 0, "stop_token_ids": (2,)}
+    return DPOActorWorker(config.actor_rollout_ref, **further)
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
-def test_two_passes_have_the_gradient_of_one(loss_type):
-    log_probs, rows = rows_by_hand()
-    settings = {"beta": 0.3, "loss_type": loss_type, "label_smoothing": 0.0}
-
-    def pair_loss(policy, reference, lengths, num_pairs):
-        assert [side.tolist() for side in lengths] == [[3, 3, 3], [2, 2, 2]]
-        return dpo_loss(*policy, *reference, num_pairs=num_pairs, **settings)
-
-    weights, metrics = sequence_weights(log_probs, rows, 3, pair_loss)
-    direct = log_probs.clone().requires_grad_()
-    policy = (direct * rows["response_mask"]).sum(1)[[0, 1, 4, 5, 6, 7]]
-    reference = (rows["ref_log_prob"] * rows["response_mask"]).sum(1)[[0, 1, 4, 5, 6, 7]]
-    loss, _ = dpo_loss(policy[0::2], policy[1::2], reference[0::2], reference[1::2], **settings)
-    loss.backward()
-    torch.testing.assert_close(weights[:, None] * rows["response_mask"], direct.grad)
-    total, count = metrics["dpo/loss"]
-    assert (total / count).item() == pytest.approx(loss.item())
-
-
-def test_a_mini_batch_of_ties_only_changes_nothing():
-    log_probs, rows = rows_by_hand()
-
-    def pair_loss(policy, reference, lengths, num_pairs):
-        return dpo_loss(*policy, *reference, num_pairs=num_pairs)
-
-    weights, metrics = sequence_weights(log_probs, rows | {"pair_weight": torch.zeros(8)}, 0, pair_loss)
-    assert weights.tolist() == [0] * 8 and metrics["dpo/loss"] == (0, 0)
-
-
-def updated(tiny, *overrides: str) -> torch.Tensor:
-    """The weights after one update on four pairs."""
-    given = [f"actor_rollout_ref.model.path={tiny / 'model'}", "actor_rollout_ref.actor.optim.lr=1e-2", *overrides]
-    config = load_config(overrides=given, schema=DPOConfig)
-    more = {"correction": config.algorithm.rollout_correction, "dpo": config.dpo, "total_training_steps": 1}
-    more |= {"device": "cpu", "pad_token_id": 0, "stop_token_ids": (2,)}
-    worker = DPOActorWorker(config.actor_rollout_ref, **more)
+def batch_of(loss: str) -> DataProto:
+    """Four pairs, the second of them a tie."""
+    draw = torch.Generator().manual_seed(0)
     answers = [[3 + i] * (1 + i % 4) for i in range(8)]
-    batch = DataProto(build_sequences([[7, 8]] * 8, answers, 0))
-    _, rows = rows_by_hand()
-    batch = batch.replace(ref_log_prob=-torch.rand(8, 4), pair_weight=rows["pair_weight"])
-    batch.meta_info |= {"mini_batch_rows": 8, "last_pass": True}
-    worker.update_dpo(batch)
-    return torch.cat([p.double().flatten() for _, p in worker.engine.weights()])
+    batch = DataProto(build_sequences([[7, 8], [9]] * 4, answers, 0))
+    batch = batch.replace(
+        label=torch.tensor([1.0, 0.0] * 4),
+        margin=torch.ones(8),
+        pair_weight=torch.tensor([1.0, 1, 0, 0, 1, 1, 1, 1]),
+    )
+    batch = with_mismatched(batch) if PreferenceLoss(loss).needs_kl else batch
+    batch.meta_info |= {"mini_batch_rows": len(batch), "last_pass": True}
+    return batch.replace(ref_log_prob=-10 * torch.rand(len(batch), 4, generator=draw))
 
 
-def test_micro_batches_may_part_a_pair(tiny):
-    torch.manual_seed(0)
-    whole = updated(tiny)
-    torch.manual_seed(0)
-    parted = updated(tiny, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3")
-    assert ((whole - parted).abs() > 1e-4).double().mean() < 0.01  # AdamW's first step is the sign of the gradient
+def weights_of(updated: DPOActorWorker) -> torch.Tensor:
+    return torch.cat([p.double().flatten() for _, p in updated.engine.weights()])
+
+
+@pytest.mark.parametrize("name", sorted({*PREFERENCE_LOSSES} - {"bradley_terry"}))
+def test_two_passes_have_the_gradient_of_one(name, tiny):
+    """The norm of the gradient of one backward pass through the loss, with rows that micro-batches of 3 split apart."""
+    loss, batch = PreferenceLoss(name), batch_of(name)
+    module = AutoModelForCausalLM.from_pretrained(tiny / "model")
+    log_probs = []
+    for ids, attention, mask in zip(*(batch.batch[n] for n in ("input_ids", "attention_mask", "response_mask"))):
+        ids, count = ids[attention.bool()], int(mask.sum())
+        logits = module(ids[None]).logits[0, -count - 1 : -1].log_softmax(-1)
+        log_probs.append(logits.gather(1, ids[-count:, None]).sum())
+    columns = sequence_columns(torch.zeros(len(batch), 4), batch.tensors) | {"log_prob": torch.stack(log_probs)}
+    count, kl = 3, 0.0
+    if loss.needs_kl:
+        log_ratio = (columns["log_prob"] - columns["ref_log_prob"])[1::2]
+        columns, count, kl = {key: value[0::2] for key, value in columns.items()}, 6, max(log_ratio.mean().item(), 0)
+        assert kl > 0  # so that the test would see a wrong one
+    value, _ = loss(columns, count, kl)
+    value.backward()
+    norm = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).norm().item()
+    for further in ([], ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3"]):
+        metrics = worker(tiny, name, *further).update_dpo(batch)
+        total, number = metrics["actor/grad_norm"]
+        assert total / number == pytest.approx(norm, rel=1e-4)
+        total, number = metrics["dpo/loss"]
+        assert total / number == pytest.approx(value.item(), rel=1e-5)
+
+
+def test_padding_changes_nothing(tiny):
+    updated = [worker(tiny, "simpo"), worker(tiny, "simpo", "actor_rollout_ref.model.use_remove_padding=false")]
+    for each in updated:
+        each.update_dpo(batch_of("simpo"))
+    difference = (weights_of(updated[0]) - weights_of(updated[1])).abs()
+    assert (difference > 1e-4).double().mean() < 0.01  # AdamW's first step is the sign of the gradient
+
+
+def test_mismatched_rows_by_hand():
+    batch = DataProto(build_sequences([[7, 8], [9]], [[1, 2, 3], [4]], 0)).replace(label=torch.tensor([1.0, 0.0]))
+    rows = with_mismatched(batch).batch
+    assert rows["label"].tolist() == [1, 1, 0, 0]
+    assert rows["input_ids"].tolist() == [[7, 8, 1, 2, 3], [7, 8, 4, 0, 0], [0, 9, 4, 0, 0], [0, 9, 1, 2, 3]]
+    assert rows["attention_mask"].tolist() == [[1] * 5, [1, 1, 1, 0, 0], [0, 1, 1, 0, 0], [0, 1, 1, 1, 1]]
+    assert rows["position_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 2, 2], [0, 0, 1, 1, 1], [0, 0, 1, 2, 3]]
+    assert rows["response_mask"].tolist() == [[1, 1, 1], [1, 0, 0], [1, 0, 0], [1, 1, 1]]
 
 
 class Ranks:
@@ -140,14 +148,22 @@ def test_two_steps(settings):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_numbers_of_one(settings):
-    found = []
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_two_processes_give_the_numbers_of_one(loss, settings):
+    results = []
     for processes in (1, 2):
-        chosen = [*settings, f"trainer.n_gpus_per_node={processes}", "trainer.total_training_steps=2"]
+        chosen = [*settings, f"dpo.loss={loss}", f"trainer.n_gpus_per_node={processes}"]
         chosen += ["actor_rollout_ref.actor.optim.lr=1e-5"]  # steps of AdamW amplify the rounding of sums
-        _, reports = fit(chosen, DPOTrainer)
-        found.append([report.metrics[name] for report in reports for name in ("dpo/loss", "actor/grad_norm")])
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
+        _, reports = fit([*chosen, "trainer.total_training_steps=2"], DPOTrainer)
+        results.append([report.metrics[name] for report in reports for name in ("dpo/loss", "actor/grad_norm")])
+    assert results[0] == pytest.approx(results[1], rel=1e-4)
+
+
+def test_a_loss_without_reference_has_no_reference_model(settings):
+    overrides = [*settings, "dpo.loss=orpo", "actor_rollout_ref.ref.enable=false", "trainer.total_training_steps=1"]
+    trainer, reports = fit(overrides, DPOTrainer)
+    assert [op.name for op in trainer.pipeline.operators] == FLOW.replace("ref ", "").split()
+    assert "ref" not in trainer.roles and reports[0].metrics["actor/grad_norm"] > 0
 
 
 def test_a_step_of_ties_only_reports_no_loss(settings, tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from verl.config import load_config
-from verl.recipe import dpo, prime
+from verl.recipe import dpo, flowrl, gkd, prime, safe_rlhf, spin
 
 N = "actor_rollout_ref.rollout.n"
 REFUSED = [
@@ -11,13 +11,27 @@ REFUSED = [
     (dpo, "actor_rollout_ref.ref.enable=null", "needs the reference"),
     (dpo, "algorithm.adv_estimator=gae", "does not compute advantages"),
     (dpo, "actor_rollout_ref.actor.use_kl_loss=true", r"limits the KL by dpo\.beta"),
-    (dpo, "dpo={loss_type: ipo, label_smoothing: 0.1}", "has no effect with dpo.loss_type=ipo"),
+    (dpo, "dpo.loss=simpo", "the loss simpo reads no reference: use false"),
+    (dpo, "dpo.loss=simpoo", "did you mean 'simpo'"),
+    (dpo, "dpo={loss: ipo, label_smoothing: 0.1}", "ipo has no setting 'label_smoothing': it has beta"),
     (prime, "algorithm.adv_estimator=grpo", "PRIME has its own"),
     (prime, "actor_rollout_ref.ref.enable=null", "needs the reference"),
     (prime, "algorithm.filter_groups.enable=true", "two filters"),
     (prime, "prime.ppo_mini_batch_size=3", "does not divide"),
     (prime, "prime.filter.accuracy_lower_bound=0.9", "no prompt could be preferred"),
     (prime, "prime.betta=1", "beta"),
+    (flowrl, "imports=[]", "registers the loss"),
+    (flowrl, f"{N}=1", "a mean over responses"),
+    (flowrl, "actor_rollout_ref.ref.enable=null", "reads the reference"),
+    (gkd, "distillation.enabled=false", "GKD needs a teacher"),
+    (gkd, "distillation.distillation_loss.use_task_rewards=true", "GKD has no rewards"),
+    (gkd, "algorithm.adv_estimator=rloo", "GKD has no advantages"),
+    (safe_rlhf, "algorithm.adv_estimator=remax", "a baseline of the rewards"),
+    (safe_rlhf, "safe_rlhf.cost_model.enable=true", "set it to a sequence-classification model"),
+    (spin, "spin.preferred=data", "use 1 with spin.preferred=data"),
+    (spin, "spin={preferred: data, response_keyy: x}", "response_key"),
+    (spin, "actor_rollout_ref.ref.enable=null", "needs the reference"),
+    (spin, "actor_rollout_ref.actor.use_kl_loss=true", r"limits the KL by algorithm\.dpo_beta"),
 ]
 
 

@@ -7,15 +7,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.rewards.modes import MODES, each_mode, use
 from verl.rewards.sandbox.code_tests import code_reward
-from verl.rewards.sandbox.pool import Limits
-from verl.rewards.sandbox.program_boot import LANDLOCK_ABI_WITH_SCOPES, landlock_abi
-from verl.rewards.sandbox.programs import run_program
 
 ASSERTS = {"test_list": ["assert double(1) == 2", "assert double(21) == 42"]}
 CALLS = {"fn_name": "double", "inputs": [[1], [21]], "outputs": [2, 42]}
@@ -33,7 +30,108 @@ class Yes:
     def __repr__(self): return "42"
 """
 
+#: Writes a line to every descriptor, as a response to the judge.
+WRITE = """
+import os
+for number in os.listdir('/proc/self/fd'):
+    try:
+        os.write(int(number), {line!r}.encode())
+    except OSError:
+        pass
+"""
+NAMES = '["", "value", ["list", ["double"]]]\n'
+
+#: What the program writes to the judge in place of the results of its calls.
+MESSAGES = {
+    "a judge's verdict": "\nx passed\n",
+    "true for everything": NAMES + '["", "value", true]\n' * 9,
+    "not a number": NAMES + '["", "value", NaN]\n' * 9,
+    "infinity": NAMES + '["", "value", Infinity]\n' * 9,
+    "a JSON object": NAMES + '["", "value", {"__eq__": true}]\n' * 9,
+    "an unknown type": NAMES + '["", "value", ["eval", "2"]]\n' * 9,
+    "an exit": NAMES + '["", "raised", ["SystemExit"], "0"]\n' * 9,
+    "an exit without bases": '["", "raised", ["SystemExit"], "0"]\n' * 9,
+    "an exception of the judge": '["", "raised", ["BadTests", "Exception"], ""]\n' * 9,
+    "a skipped test": '["", "raised", ["SkipTest", "Exception"], ""]\n' * 9,
+    "no exception": '["", "raised", [], ""]\n' * 9,
+    "a keyboard interrupt": '["", "raised", ["KeyboardInterrupt"], ""]\n' * 9,
+    "a call of a function of the judge": '["", "callback", -1, ["tuple", []], ["dict", []]]\n' * 9,
+    "a call of the last function": '["", "callback", 99, ["tuple", []], ["dict", []]]\n' * 9,
+    "names of the judge": '["", "value", ["list", ["__check__", "__count__", "judge", "Checks", "double"]]]\n' * 9,
+    "names that are no text": '["", "value", ["list", [1, null, ["list", []]]]]\n' * 9,
+    "a printed verdict": '["\\nx passed\\n", "value", ["list", []]]\n' * 9,
+    "deep nesting": "[" * 100_000 + "\n",
+    "a long line": "[" + "0," * (1 << 18),
+    "no JSON": "passed\n" * 9,
+    "no text": "\x00\xff\n" * 9,
+    "an empty line": "\n" * 9,
+}
+
 ATTACKS = {
+    **{f"message: {name}": WRITE.format(line=line) + WRONG for name, line in MESSAGES.items()},
+    "a module that is run when it is imported": """
+import types
+open("test_x.py", "w").write("import os\\nos._exit(0)\\n")
+double = types.ModuleType("unittest.__main__")
+""",
+    "the same as an import": "open('test_x.py', 'w').write('import os; os._exit(0)')\n"
+    "import unittest.__main__ as double",
+    "a function that is a module": "import this as double",
+    "settings of pytest": """
+import pathlib
+for name in ('conftest.py', 'test_x.py', 'pytest.py', 'unittest.py', 'ast.py', 'decimal.py', 'usercustomize.py'):
+    pathlib.Path(name).write_text('import os\\nos.write(1, b"passed")\\nos._exit(0)')
+for name in ('pytest.ini', 'tox.ini', 'setup.cfg', '.coveragerc', 'x.pth', 'pyvenv.cfg'):
+    pathlib.Path(name).write_text('[pytest]\\naddopts = --collect-only\\nimport os; os._exit(0)')
+"""
+    + WRONG,
+    "links in the shared folder": """
+import os
+for name in ('tests.py', 'program.py', 'out', 'json.py'):
+    for target in ('/proc/self/fd/1', '/proc/1/fd/1', '/dev/shm/x'):
+        try:
+            os.symlink(target, name)
+        except OSError:
+            pass
+"""
+    + WRONG,
+    "folders with names of modules": "import os\nfor n in ('json', 'math', 'pytest', 'numpy'): os.mkdir(n)" + WRONG,
+    "another import": "import builtins\nbuiltins.__import__ = lambda *a, **k: None" + WRONG,
+    "another print": "import builtins\nbuiltins.print = builtins.isinstance = lambda *a, **k: True" + WRONG,
+    "other modules": "import sys\nfor n in list(sys.modules): sys.modules[n] = type('M', (), {'__eq__': all})()"
+    + WRONG,
+    "another json": 'import json\njson.dumps = lambda *a, **k: \'["", "value", 2]\'' + WRONG,
+    "another unittest": "import unittest\nunittest.TestCase.assertEqual = lambda *a, **k: None" + WRONG,
+    "another math": "class math:\n    isclose = staticmethod(lambda *a, **k: True)\nmath.fabs = lambda x: 0" + WRONG,
+    "another operator": "import operator\noperator.eq = lambda a, b: True" + WRONG,
+    "another standard output": "import sys\nsys.stdout = sys.stderr = sys.__stdout__ = open('out', 'w')" + WRONG,
+    "a name of the tests": "check = candidate = tests = lambda *a, **k: True" + WRONG,
+    "a trace function": "import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)" + WRONG,
+    "an audit hook": "import sys, os\nsys.addaudithook(lambda *a: None)" + WRONG,
+    "an exception hook": "import sys, os\nsys.excepthook = lambda *a: os._exit(0)\nraise ValueError",
+    "a finalizer": "import os, weakref\nclass A: pass\nweakref.finalize(A(), os._exit, 0)" + WRONG,
+    "a thread that exits": "import os, threading\nthreading.Timer(0.05, os._exit, [0]).start()" + WRONG,
+    "a fork that responds": "import os\nif os.fork() == 0: os.setpgid(0, 0)" + WRONG,
+    "another program": "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'print(2)'])",
+    "a signal to itself": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
+    "an alarm": "import signal, os\nsignal.signal(signal.SIGALRM, lambda *a: os._exit(0))\nsignal.alarm(1)" + WRONG,
+    "an unreadable result": "class A:\n    def __reduce__(self): return exec, ('1',)\ndef double(x): return A()",
+    "a class of numpy": "class A:\n    def tolist(self): return self\n    __eq__ = lambda *a: True\n"
+    "A.__module__ = 'numpy'\ndef double(x): return A()",
+    "a number that is a text": "class T(str):\n    __eq__ = lambda *a: True\n    __hash__ = str.__hash__\n"
+    "def double(x): return T('42')",
+    "not a number": "def double(x): return float('nan')",
+    "a decimal": "import decimal\ndef double(x): return decimal.Decimal('NaN')",
+    "an exception as a result": "def double(x): return AssertionError",
+    "a generator": "def double(x):\n    while True: yield 42",
+    "a coroutine": "async def double(x): return 2 * x",
+    "skipped": "import unittest\ndef double(x): raise unittest.SkipTest",
+    "skipped by pytest": "import pytest\ndef double(x): pytest.skip()",
+    "an exit of pytest": "import pytest\ndef double(x): pytest.exit('', returncode=0)",
+    "an exit by an exception": "def double(x): raise GeneratorExit",
+    "a keyboard interrupt": "def double(x): raise KeyboardInterrupt",
+    "no memory": "def double(x): raise MemoryError",
+    "recursion": "def double(x): return double(x)",
     "an equal of everything": YES + "def double(x):\n    return Yes()",
     "a number that equals everything": YES
     + "class Number(Yes, int):\n    __hash__ = Yes.__hash__\ndef double(x):\n    return Number()",
@@ -112,14 +210,18 @@ for number in os.listdir('/proc/self/fd'):
     "another exec": "import builtins\nbuiltins.exec = lambda *a: None\nbuiltins.compile = lambda *a: ''" + WRONG,
 }
 
-# Memory and descriptors of the parent processes (Linux), which would reveal the expected values.
+# Memory and descriptors of the judge and of the parents (Linux), which would reveal the expected values.
 SPY = """
 import os
-EXPECTED, pid = False, os.getppid()
-for name in ('mem', 'environ', 'maps', *(f'fd/{number}' for number in range(64))):
+EXPECTED = False
+try:
+    pids = [pid for pid in os.listdir('/proc') if pid.isdecimal()]
+except OSError:
+    pids = [os.getppid()]
+for pid in pids:
     try:
-        open(f'/proc/{pid}/{name}', 'rb').read(1)
-        EXPECTED = True
+        arguments = open(f'/proc/{pid}/cmdline', 'rb').read().split(bytes(1))
+        EXPECTED |= b'judge' in arguments or bool(open(f'/proc/{pid}/mem', 'rb')) and {in_landlock}
     except OSError:
         pass
 def double(x):
@@ -131,10 +233,52 @@ def response(code: str) -> str:
     return f"```python\n{code}\n```"
 
 
+FAST = {
+    *(
+        "an equal of everything",
+        "another abs",
+        "frames",
+        "planted files",
+        "descriptors",
+        "atexit",
+        "exit",
+        "another math",
+    ),
+    *(
+        "a module that is run when it is imported",
+        "settings of pytest",
+        "kills who is above",
+        "message: an exit",
+        "skipped",
+    ),
+    *("message: true for everything", "message: a call of a function of the judge", "another json"),
+}
+
+
+@each_mode
 @pytest.mark.parametrize("tests", [CHECK, CALLS], ids=["asserts", "calls"])
-@pytest.mark.parametrize("name", ATTACKS)
-def test_no_attack_passes(name, tests):
-    assert code_reward("apps", response(ATTACKS[name]), tests, timeout=5.0)["score"] == 0.0
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in ATTACKS])
+def test_no_attack_passes(name, tests, mode, monkeypatch):
+    use(monkeypatch, MODES[mode])
+    assert code_reward("apps", response(ATTACKS[name]), tests, timeout=2.0)["score"] == 0.0
+
+
+COLLECTED = {
+    "test": "import unittest\nclass Test(unittest.TestCase):\n    def test(self):\n"
+    "        self.assertEqual(double(1), 2)",
+    "entry_point": "double",
+}
+IMPORTED = {"test": "import solution\ndef test():\n    assert abs(solution.double(1) - 2) < 0.1"}
+STARRED = {"test": "import math\nfrom solution import *\ndef test():\n    assert math.isclose(double(1), 2)"}
+WITHOUT_IMPORT = {"test_list": ["assert math.isclose(double(1), 2)"]}
+
+
+@pytest.mark.parametrize("tests", [COLLECTED, IMPORTED, STARRED, WITHOUT_IMPORT])
+@pytest.mark.parametrize("name", ["another abs", "another math", "another unittest", "skipped", "skipped by pytest"])
+def test_no_attack_passes_tests_of_other_forms(name, tests):
+    assert code_reward("apps", response(ATTACKS[name]), tests, timeout=2.0)["score"] == 0.0
+    right = "import math\ndef double(x):\n    return 2 * x"
+    assert code_reward("apps", response(right), tests)["score"] == 1.0
 
 
 BY_LOOP = {"test": "def check(candidate):\n    assert all(map(candidate, [1, 2]))", "entry_point": "double"}
@@ -160,14 +304,19 @@ def test_what_tests_are_written_with_does_not_help(code, tests):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_the_judge_is_closed():
-    assert code_reward("apps", response(SPY), ASSERTS)["score"] == 0.0
+@each_mode
+def test_the_judge_is_closed(mode, monkeypatch):
+    use(monkeypatch, MODES[mode])
+    code = SPY.replace("{in_landlock}", str(mode == "landlock"))  # the only others are those of bubblewrap otherwise
+    assert code_reward("apps", response(code), ASSERTS, timeout=5.0)["score"] == 0.0
 
 
-@pytest.mark.skipif(sys.platform != "linux" or landlock_abi() < LANDLOCK_ABI_WITH_SCOPES, reason="no Landlock here")
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux isolates programs")
+@each_mode
 @pytest.mark.parametrize("tests", [ASSERTS, CALLS], ids=["asserts", "calls"])
-def test_the_process_that_scores_is_out_of_reach(tests):
+def test_the_process_that_scores_is_out_of_reach(tests, mode, monkeypatch):
     """Signal 0 tests permission. `os.kill(-1, 9)` would end every process of this user."""
+    use(monkeypatch, MODES[mode])
     code = f"""
 import os
 REACHED = False
@@ -175,7 +324,7 @@ for reach in (lambda: os.kill({os.getpid()}, 0), lambda: open('/proc/{os.getpid(
     try:
         reach()
         REACHED = True
-    except PermissionError:
+    except OSError:
         pass
 def double(x):
     return 0 if REACHED else 2 * x
@@ -183,33 +332,20 @@ def double(x):
     assert code_reward("apps", response(code), tests)["score"] == 1.0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="on Linux alone a process that left its group can be found")
-@pytest.mark.parametrize("ends", ["", "while True: pass"], ids=["ends", "is stopped"])
-def test_no_child_outlives_the_test(ends):
-    code = f"""
-import os, time
-for generation in range(3):
-    if os.fork() == 0:
-        os.setsid()
-        os.write(1, b"%d " % os.getpid())
-        if generation == 2 or os.fork() == 0:
-            os.write(1, b"%d " % os.getpid())
-            time.sleep(60)
-        os._exit(0)
-time.sleep(0.3)
-{ends}
-"""
-    finished = run_program(code, limits=Limits(2.0, cpu_seconds=2.0, memory_bytes=1 << 30, output_bytes=1 << 20))
-    pids = [int(pid) for pid in finished.stdout.split()]
-    assert len(pids) >= 3
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+@each_mode
+def test_a_program_that_kills_everything_ends_its_own_processes_only(mode, monkeypatch):
+    use(monkeypatch, MODES[mode])
+    for kill in ("os.killpg(0, 9)", "os.kill(-1, 9)"):
+        assert code_reward("apps", response(f"import os\n{kill}"), ASSERTS)["score"] == 0.0
 
 
-def test_programs_have_their_own_process_group():
-    """A program that kills its process group does not reach the process that scores."""
-    begun = time.monotonic()
-    assert code_reward("apps", response("import os\nos.killpg(0, 9)"), ASSERTS)["score"] == 0.0
-    assert time.monotonic() - begun < 5 and os.getpid()
+@each_mode
+def test_tests_give_files_to_a_program(mode, monkeypatch):
+    """They share a folder for data."""
+    use(monkeypatch, MODES[mode])
+    tests = ["open('a', 'w').write('7')", "assert content('a') == '7' and open('b').read() == 'x'"]
+    code = "def content(path):\n    open('b', 'w').write('x')\n    return open(path).read()"
+    assert code_reward("apps", response(code), tests)["score"] == 1.0
 
 
 # ---- what tests may do with a program's names -----------------------------------------------------------------------
@@ -280,8 +416,8 @@ def test_a_result_of_numpy_is_plain_data():
 
 def test_the_scripts_import_nothing_of_the_package():
     """They run in isolated interpreters, which cannot import it."""
-    folder = Path(__file__).resolve().parents[2] / "verl" / "rewards" / "sandbox"
-    for name in ("assert_program.py", "program_boot.py"):
+    folder = Path(__file__).resolve().parents[2] / "verl"
+    for name in ("rewards/sandbox/assert_program.py", "processes/isolation/boot.py"):
         run = f"runpy.run_path({str(folder / name)!r}, run_name='x')"
         code = f"import json, runpy, sys; {run}; print(json.dumps([*sys.modules]))"
         loaded = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)

@@ -160,7 +160,7 @@ def test_scores_that_were_computed_before(name, key, missing, message):
         score(function, extra=missing)
 
 
-@pytest.mark.parametrize("name", sorted({*REWARD_FUNCTION_REGISTRY} - {"model_score", "agent_score"}))
+@pytest.mark.parametrize("name", sorted({*REWARD_FUNCTION_REGISTRY} - {"model_score", "agent_score", "judge"}))
 def test_every_registered_function_keeps_the_contract(name):
     truth, right, wrong, kwargs = EXAMPLES.get(name, ("7", "#### 7", "#### 8", {}))
     function = resolve_reward_function(registered=name, reward_kwargs=kwargs)
@@ -317,3 +317,19 @@ def test_the_rules_are_light():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "tolerance", "score"),
+    [
+        ("so it is 42.0005", "42", 0.0, 0.0),
+        ("so it is 42.0005", "42", 1e-3, 1.0),
+        ("The answer is 41.9995.", "#### 42", 1e-3, 1.0),
+        ("The answer is 42.002", "42", 1e-3, 0.0),
+        ("The answer is 1/3", "0.333", 1e-3, 1.0),
+        ("The answer is blue", "42", 100, 0.0),
+        ("1,000.5", "1000", 1, 1.0),
+    ],
+)
+def test_accuracy_reward_with_a_tolerance(response, reference, tolerance, score):
+    assert accuracy_reward(response, reference, tolerance=tolerance) == score

@@ -1,4 +1,4 @@
-"""Commands of the pages on models, data, debugging, adapters, reward models and SFT run as printed."""
+"""Commands of the pages on models, data, adapters, reward models, preferences, teachers and SFT run as printed."""
 
 import json
 import shlex
@@ -32,11 +32,11 @@ def test_parallelism(shell):
     assert shapes == {(1, 1, "local"), (2, 1, "local"), (2, 1, "ray"), (4, 1, "local"), (4, 3, "local")}
 
 
-@pytest.mark.parametrize("page", ["lora.md", "sft.md"])
+@pytest.mark.parametrize("page", ["lora.md", pytest.param("preferences.md", marks=pytest.mark.slow), "sft.md"])
 def test_training(page, shell, caplog):
     for command in commands(page):
         shell.run(command)
-    assert page == "sft.md" or load_file("tiny/with-adapters/model.safetensors")
+    assert page != "lora.md" or load_file("tiny/with-adapters/model.safetensors")
     assert "is deprecated" not in caplog.text
 
 
@@ -47,6 +47,15 @@ def test_reward_models(shell, caplog):
     words = shlex.split(as_module(apart))[4:]  # tests/trainer/test_reward_model_run.py runs what it says
     assert len(LocalPPOTrainer(config_path=words[0], overrides=words[1:]).pools) == 2
     assert "HAS NO EFFECT" not in caplog.text and "is deprecated" not in caplog.text
+
+
+def test_distillation(shell, caplog):
+    *here, apart = commands("distillation.md")
+    for command in here:
+        shell.run(command)
+    words = shlex.split(as_module(apart))[4:]  # tests/trainer/test_distillation.py runs what it says
+    assert len(LocalPPOTrainer(config_path=words[0], overrides=words[1:]).pools) == 2
+    assert "without effect" not in caplog.text
 
 
 def test_data_format(shell, caplog, monkeypatch):

@@ -70,6 +70,8 @@ def test_later_steps_warn_and_the_limit_can_be_set_or_turned_off(settings, monke
     [
         (0.08, "0.1", [f"{ACTOR}.fsdp_config.dtype=bfloat16"]),
         (0.16, "0.1", [f"{ACTOR}.fsdp_config.dtype=bfloat16"]),
+        (0.4, "0.5", [f"{ACTOR}.fsdp_config.dtype=bfloat16", "actor_rollout_ref.model.quantization=fp8"]),
+        (0.6, "0.5", [f"{ACTOR}.fsdp_config.dtype=bfloat16", "actor_rollout_ref.model.quantization=fp8"]),
         (0.02, "0.025", [f"{ROLLOUT}.temperature=0.2"]),
         (0.03, "0.025", [f"{ROLLOUT}.temperature=0.2"]),
     ],

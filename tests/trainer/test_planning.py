@@ -126,7 +126,7 @@ def test_placement_auto_refuses_other_placements(settings, on_gpu):
     run = [*settings, "trainer.n_gpus_per_node=2", "placement=auto", "placement.actor_devices=[0]"]
     with pytest.raises(ValueError, match=r"placement.actor_devices is set: remove one of them"):
         PPOTrainer(overrides=run)
-    with pytest.raises(ConfigError, match="reward_devices, or auto"):
+    with pytest.raises(ConfigError, match="teacher_devices, or auto"):
         load_config(overrides=["placement=best"])
 
 

@@ -11,6 +11,7 @@ verl has above it; tokens of the response with mask 1 must be those that `server
 and their log-probs are taken from there.
 """
 
+import asyncio
 import dataclasses
 import inspect
 from abc import ABC, abstractmethod
@@ -72,6 +73,8 @@ class TokenOutput(BaseModel):
     log_probs: list[float] | None = None
     routed_experts: Any = None
     stop_reason: str | None = None
+    num_preempted: int | None = None
+    extra_fields: dict[str, Any] = {}
 
 
 class ServerManager:
@@ -80,6 +83,7 @@ class ServerManager:
     def __init__(self, prompt: Prompt, generate: GenerateFn, tokenizer: Any):
         self._prompt, self._generate, self._tokenizer = prompt, generate, tokenizer
         self.completions: list[Completion] = []
+        self.returns_ids = False
 
     async def generate(
         self,
@@ -89,7 +93,7 @@ class ServerManager:
         sampling_params: Mapping[str, Any],
         image_data: Any = None,
         **kwargs: Any,
-    ) -> TokenOutput:
+    ) -> TokenOutput | list[int]:
         """Generate one completion.
 
         Args:
@@ -110,6 +114,8 @@ class ServerManager:
         turn_id = sample_id if turn == 0 else fork_seed(sample_id, turn)
         completion = await self._generate(Request(list(prompt_ids), params, turn_id, f"{sample_id}:{turn}"))
         self.completions.append(completion)
+        if self.returns_ids:
+            return completion.token_ids
         reason = "aborted" if completion.finish_reason == "abort" else "completed"
         return TokenOutput(token_ids=completion.token_ids, log_probs=completion.log_probs, stop_reason=reason)
 
@@ -145,16 +151,30 @@ class AgentLoopBase(ABC):
         **kwargs: further entries of the loop in `agent_loop_config_path`.
     """
 
+    _class_initialized = False  # older releases: read and set by `init_class` of a subclass
+
+    @classmethod
+    def init_class(cls, config: Any, tokenizer: Any, **kwargs: Any) -> None:
+        """Called before each trajectory, for what a subclass sets up once per process."""
+        cls._class_initialized = True
+
     def __init__(self, trainer_config: Any, server_manager: Any, tokenizer: Any, processor: Any = None, **kwargs: Any):
         self.config = trainer_config.config if isinstance(trainer_config, DictConfigWrap) else trainer_config
         self.rollout_config = self.config.actor_rollout_ref.rollout
         self.server_manager, self.tokenizer, self.processor = server_manager, tokenizer, processor
         self.prompt_length = self.rollout_config.prompt_length
         self.response_length = self.rollout_config.response_length
+        self.data_config, self.loop = self.config.data, asyncio.get_running_loop()
+        self.apply_chat_template_kwargs = self.data_config.apply_chat_template_kwargs
+        self.init_class(self.config, tokenizer, **kwargs)
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Run one trajectory. kwargs: the columns of the sample, raw_prompt among them."""
+
+    async def process_vision_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """No images or videos: prompts that have them end in an error of `server_manager.generate`."""
+        return {}
 
     async def apply_chat_template(
         self,
@@ -194,7 +214,11 @@ class PublicLoop:
             trainer_config=self.config, server_manager=server, tokenizer=self.tokenizer, processor=None, **self.kwargs
         )
         params = {name: getattr(prompt.params, name) for name in _FIXED[:3]}
-        output = await loop.run(dict(params), **prompt.columns)
+        if "messages" in inspect.signature(self.cls.run).parameters:  # before 0.6, when generate returned token ids
+            server.returns_ids = True
+            output = await loop.run(list(prompt.columns["raw_prompt"]), params)
+        else:
+            output = await loop.run(params, **prompt.columns)
         return self._trajectory(prompt, output, server.completions)
 
     def _trajectory(self, prompt: Prompt, output: AgentLoopOutput, completions: Sequence[Completion]) -> Trajectory:

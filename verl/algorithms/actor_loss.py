@@ -1,4 +1,4 @@
-"""The loss of the actor: policy loss, entropy bonus and KL."""
+"""The loss of the actor: policy loss, distillation, entropy bonus and KL."""
 
 import inspect
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from verl.algorithms.binding import bind_arguments
+from verl.algorithms.distillation import distillation_loss
 from verl.algorithms.kl import k3, kl_loss
 from verl.algorithms.masked import Largest, LossAggregation, agg_loss, mean_parts, zero_padding
 from verl.algorithms.policy_losses import CLIP_METRICS, LossAndMetrics, PolicyLossFn, as_parts, get_policy_loss_fn
@@ -20,11 +21,14 @@ def actor_loss(
     settings: Mapping[str, Any],
     agg: LossAggregation,
     old_is_current: bool = False,
+    distillation: Mapping[str, Any] | None = None,
 ) -> LossAndMetrics:
-    """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference), of one micro-batch.
+    """Policy loss + distillation_loss_coef * distillation - entropy_coeff * entropy + kl_loss_coef * KL(policy,
+    reference), of one micro-batch.
 
     Args:
-        outputs: model outputs: log_probs (b, T), and entropys (b, T) with an entropy bonus or `old_is_current`.
+        outputs: model outputs: log_probs (b, T), and entropys (b, T) with an entropy bonus or `old_is_current`; those
+            of `distillation_loss`.
         columns: batch columns: response_mask (b, T) and those that the loss reads.
         loss_mode: name of a registered policy loss.
         settings: the actor's configuration as a flat mapping, from which the loss gets its keyword parameters;
@@ -33,23 +37,23 @@ def actor_loss(
         agg: counts of the whole mini-batch, which divide every term.
         old_is_current: there is no column old_log_probs, since the current policy is the old one. The metrics of the
             old policy are then reported here.
+        distillation: the section `distillation.distillation_loss`; None: no distillation. Without use_task_rewards,
+            there is no policy loss, and the coefficient is 1.
 
     Raises:
         ValueError: the policy loss does not return a scalar and metrics.
     """
     mask = columns["response_mask"]
     old = outputs["log_probs"].detach() if old_is_current else columns["old_log_probs"]
-    arguments = {
-        **columns,
-        "log_prob": outputs["log_probs"],
-        "old_log_prob": old,
-        "rollout_log_prob": columns.get("rollout_log_probs"),
-    }
-    policy_loss = get_policy_loss_fn(loss_mode)
-    arguments["loss_agg_mode"] = loss_agg = loss_aggregation(policy_loss, settings.get("loss_agg_mode"), agg)
-    bound = bind_arguments(policy_loss, arguments, settings, custom_loss_config(settings, loss_agg))
-    total, metrics = _checked_result(loss_mode, policy_loss(**bound), mask)
-    shares = {"actor/pg_loss": total}
+    total, metrics, shares = torch.zeros((), device=mask.device), {}, {}
+    has_task = distillation is None or distillation["use_task_rewards"]
+    if has_task:
+        total, metrics = _policy_loss(outputs["log_probs"], old, columns, loss_mode, settings, agg)
+        shares["actor/pg_loss"] = total
+    if distillation is not None:
+        term, further = distillation_loss(outputs, columns, old, agg, distillation)
+        total = total + (distillation["distillation_loss_coef"] if has_task else 1) * term
+        metrics, shares["distillation/loss"] = {**metrics, **further}, term
     if settings["entropy_coeff"]:
         (entropys,) = zero_padding(mask, outputs["entropys"])
         bonus = agg_loss(entropys, mask, agg)
@@ -63,6 +67,23 @@ def actor_loss(
     if old_is_current:
         metrics = {**metrics, **_old_policy_metrics(old, outputs["entropys"], columns)}
     return total, {**metrics, **{name: agg.share(value, mask) for name, value in shares.items()}}
+
+
+def _policy_loss(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    columns: Mapping[str, torch.Tensor],
+    loss_mode: str,
+    settings: Mapping[str, Any],
+    agg: LossAggregation,
+) -> LossAndMetrics:
+    """The registered policy loss, with its arguments bound by name."""
+    sampled = {"log_prob": log_prob, "old_log_prob": old_log_prob, "rollout_log_prob": columns.get("rollout_log_probs")}
+    policy_loss = get_policy_loss_fn(loss_mode)
+    loss_agg = loss_aggregation(policy_loss, settings.get("loss_agg_mode"), agg)
+    arguments = {**columns, **sampled, "loss_agg_mode": loss_agg}
+    bound = bind_arguments(policy_loss, arguments, settings, custom_loss_config(settings, loss_agg))
+    return _checked_result(loss_mode, policy_loss(**bound), columns["response_mask"])
 
 
 def loss_aggregation(policy_loss: PolicyLossFn, mode: str | None, agg: LossAggregation) -> LossAggregation:

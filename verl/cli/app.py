@@ -52,7 +52,7 @@ for _program in PROGRAMS:
 
 config = typer.Typer(help="Explain, show, compare and convert configurations.", no_args_is_help=True)
 
-_Program = Annotated[str, typer.Option("--of", help="program: ppo, sft, generation or evaluation")]
+_Program = Annotated[str, typer.Option("--of", help="program: ppo, sft, dpo, rm, generation or evaluation")]
 
 
 @config.command("explain", add_help_option=False, context_settings=_PASS_ON)

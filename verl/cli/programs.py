@@ -98,6 +98,8 @@ PROGRAMS = (
     Command("train", "verl.trainer.main_ppo", "Train with reinforcement learning: PPO, GRPO and others.", "ppo"),
     Command("plan", "verl.cli.plan", "Check a run; print its memory, time and best placement.", "ppo"),
     Command("sft", "verl.trainer.sft_trainer", "Supervised fine-tuning.", "sft"),
+    Command("dpo", "verl.recipe.dpo.main_dpo", "Learn from preferences: DPO, IPO, KTO, SimPO, ORPO.", "dpo"),
+    Command("rm", "verl.recipe.rm.main_rm", "Train a reward model on preference pairs.", "rm"),
     Command("generate", "verl.trainer.main_generation", "Generate responses to the prompts of a file.", "generation"),
     Command("eval", "verl.trainer.main_eval", "Score responses; pass@k; compare two models.", "evaluation"),
     Command("merge", "verl.cli.programs:merge", "Merge a checkpoint into a Hugging Face model."),

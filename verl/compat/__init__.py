@@ -12,6 +12,6 @@ hook       the import hook
 
 from verl.compat.hook import published_names
 from verl.compat.moved import MOVED
-from verl.compat.published import PUBLISHED
+from verl.compat.published import published
 
-__all__ = ["MOVED", "PUBLISHED", "published_names"]
+__all__ = ["MOVED", "published", "published_names"]

@@ -11,10 +11,10 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from verl.compat.moved import MOVED
-from verl.compat.published import ANY, PUBLISHED
+from verl.compat.published import ANY, BELOW, published, published_packages
 
-#: packages that exist only as the parents of old or published modules
-_PARENTS = {path[:dot] for path in (*MOVED, *PUBLISHED) for dot, letter in enumerate(path) if letter == "."}
+#: packages that exist only as the parents of old modules
+_PARENTS = {path[:dot] for path in MOVED for dot, letter in enumerate(path) if letter == "."}
 
 
 def published_names(module: str) -> Callable[[str], Any]:
@@ -23,10 +23,12 @@ def published_names(module: str) -> Callable[[str], Any]:
     A name that exists elsewhere is imported from there. One that is not supported raises an ImportError that says what
     to use instead.
     """
-    names = PUBLISHED[module]
 
     def find(name: str) -> Any:
-        target = names.get(name) or (names.get(ANY) if not name.startswith("__") else None)
+        if name.startswith("__"):  # the import system asks for __path__ and others
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        names = published().get(module, {})
+        target = names.get(name) or names.get(ANY) or _advice_below(module)
         if target is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         if " " in target:
@@ -36,6 +38,15 @@ def published_names(module: str) -> Callable[[str], Any]:
         return operator.attrgetter(attribute)(home_module) if attribute else home_module
 
     return find
+
+
+def _advice_below(module: str) -> str | None:
+    """The advice of the nearest package of a module that speaks for the modules below it."""
+    while module:
+        if (advice := published().get(module, {}).get(BELOW)) is not None:
+            return advice
+        module = module.rpartition(".")[0]
+    return None
 
 
 class _Moved(importlib.abc.Loader):
@@ -102,16 +113,19 @@ class MovedModules(importlib.abc.MetaPathFinder):
 
 
 class PublishedModules(importlib.abc.MetaPathFinder):
-    """Finds the modules of `PUBLISHED`, and `recipe`. The last finder, so that existing files take precedence."""
+    """Finds the modules of `published`, and `recipe`. The last finder, so that existing files take precedence."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname.partition(".")[0] == "recipe":
             return _former_recipe(fullname)
-        if fullname in PUBLISHED or fullname in _PARENTS:
-            loader = _Empty(published_names(fullname) if fullname in PUBLISHED else None)
-            return importlib.util.spec_from_loader(fullname, loader, is_package=True)
+        if not fullname.startswith("verl."):
+            return None
+        if fullname in published() or _advice_below(fullname) is not None:
+            return importlib.util.spec_from_loader(fullname, _Empty(published_names(fullname)), is_package=True)
+        if fullname in _PARENTS or fullname in published_packages():
+            return importlib.util.spec_from_loader(fullname, _Empty(None), is_package=True)
         return None
 
 

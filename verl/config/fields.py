@@ -272,6 +272,12 @@ class ConfigField:
         return any(get_origin(kind) is dict for kind in _members(self.annotation))
 
     @property
+    def section_of_entries(self) -> type[Section] | None:
+        """The section that every entry of a mapping is; None for other fields."""
+        kinds = [kind for member in _members(self.annotation) for kind in get_args(member)[1:]]
+        return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+    @property
     def is_string(self) -> bool:
         return all(kind is str or _is_choice(kind) or kind is NoneType for kind in _members(self.annotation))
 

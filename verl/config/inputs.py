@@ -22,6 +22,7 @@ _FILES = ("data.train_files", "data.val_files", "data.path")
 _YAML = ("multi_turn.tool_config_path", "multi_turn.interaction_config_path", "agent.agent_loop_config_path")
 _YAML += ("data.tool_config_path",)
 _CODE = ("multi_turn.function_tool_path", "server.agent.path", "data.function_tool_path", "custom_cls.path")
+_CODE += ("data.sampler.class_path",)
 _CODE += ("custom_reward_function.path", "reward_manager.module.path")
 
 
@@ -77,6 +78,9 @@ def check_models(config: Schema) -> Iterator[Problem]:
     first = next(iter(paths))
     if paths[first] is None:
         yield Problem(first, "missing: set it to a model folder or a Hugging Face Hub id")
+    if (distillation := getattr(config, "distillation", None)) is not None:
+        local = {name: each for name, each in distillation.teacher_models.items() if each.server_url is None}
+        paths |= {f"distillation.teacher_models.{name}.model_path": each.model_path for name, each in local.items()}
     for path in dict.fromkeys(paths.values()):
         yield from check_model_path(next(key for key in paths if paths[key] == path), path)
     for key, path in values.items():

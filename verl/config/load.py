@@ -250,20 +250,24 @@ CHECKS: dict[type[Schema], tuple[Check, ...]] = {
         algorithm.check_groups,
         algorithm.check_kl,
         algorithm.check_losses,
+        algorithm.check_distillation,
         run.check_rewards,
         run.check_dataset_class,
+        run.check_sampler,
         run.check_kernels,
         rollout.check_deterministic,
         run.check_adapters,
+        run.check_fp8,
         megatron.check_megatron_settings,
         rollout.check_router_replay,
     ),
-    GenerationConfig: (batch.check_generation_ranks,),
+    GenerationConfig: (batch.check_generation_ranks, run.check_fp8),
     SFTConfig: (
         *_RUN,
         run.check_dataset_class,
         batch.check_sft_ranks,
         run.check_adapters,
+        run.check_fp8,
         megatron.check_megatron_settings,
     ),
 }
@@ -292,7 +296,12 @@ def _validated(schema: type[T], values: Mapping[str, Any], problems: list[Proble
     except ValidationError as error:
         known, wrong = fields_of(schema), {}
         for detail in error.errors():
-            key = _key_of(detail["loc"], known)
+            key, location = _key_of(detail["loc"], known), ".".join(map(str, detail["loc"]))
+            if (entry := known[key].section_of_entries) and location != key:
+                keys = f"unknown key (keys: {', '.join(entry.model_fields)})"
+                message = keys if detail["type"] == "extra_forbidden" else detail["msg"]
+                problems.append(Problem(location, f"found {format_value(detail['input'])}: {message}"))
+                continue
             wrong[key] = values.get(key, detail["input"])
         own_values = {key: value for key, value in wrong.items() if key in values or key not in derived_fields(schema)}
         for key, value in (own_values or wrong).items():

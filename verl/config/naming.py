@@ -76,16 +76,19 @@ def _run_names(flat: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, s
     defining = {key: value for key, value in flat.items() if value != plain.get(key) and is_defining(key)}
     return {
         "data": "+".join(data[:3]) + ("" if len(data) <= 3 else f"+{len(data) - 3}") if data else "data",
-        "algorithm": _clean(str(flat.get("algorithm.name") or _algorithm_of(flat.get(_ESTIMATOR)))) or "rl",
+        "algorithm": _clean(str(_algorithm_of(flat))) or "rl",
         "model": _specific_part(str(model or "")) or "model",
         "digest": hashlib.sha256(json.dumps(defining, sort_keys=True, default=str).encode()).hexdigest()[:6],
     }
 
 
-def _algorithm_of(estimator: str | None) -> str:
-    """The name of an algorithm that is set by its estimator: the first preset that has it; None: without one."""
+def _algorithm_of(flat: Mapping[str, Any]) -> str:
+    """The name of an algorithm: as configured, its preference loss, or the first preset with its estimator."""
+    if name := flat.get("algorithm.name") or flat.get("dpo.loss"):
+        return name
+    estimator = flat.get(_ESTIMATOR)
     presets = (name for name, preset in PRESETS.items() if preset.get(_ESTIMATOR) == estimator)
-    return "sft" if estimator is None else next(presets, estimator)
+    return ("rm" if "rm.center_coef" in flat else "sft") if estimator is None else next(presets, estimator)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ A preset lists every setting that matters to the algorithm, defaults included, s
 
 #: algorithms that are not presets -> their command
 OTHER_COMMANDS = {
-    "dpo": "python -m verl.recipe.dpo.main_dpo",
+    "dpo": "verl dpo --online",
     "sppo": "python -m verl.trainer.main_ppo --config verl/recipe/sppo/sppo.yaml",
     "sft": "python -m verl.trainer.sft_trainer",
 }

@@ -26,6 +26,7 @@ _FREE_SETTINGS = {
     f"{_ACTOR}.policy_loss": f"{_ACTOR}.policy_loss.loss_kwargs",
     "data": "data.custom_cls.kwargs",
     "data.custom_cls": "data.custom_cls.kwargs",
+    "data.kwargs": "data.custom_cls.kwargs",
     "reward": f"{_REWARD}.reward_kwargs",
     _REWARD: f"{_REWARD}.reward_kwargs",
 }
@@ -200,7 +201,8 @@ class Reader:
                     self.problems.append(Problem(key, str(error), setting.location))
                     continue
                 for meant, value in values.items():
-                    if meant != key and not meant.startswith(f"{key}."):  # placement=auto needs no translation
+                    changed = meant != key or value != setting.value
+                    if changed and not meant.startswith(f"{key}."):  # placement=auto needs no translation
                         self.notes.append(f"{key}: {setting.value} ({setting.location}) sets {meant}: {value}")
                     settings.append((meant, setting.with_value(value)))
         return self._agreed(settings)

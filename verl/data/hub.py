@@ -89,10 +89,7 @@ def _library(problem: str, fix: str) -> ModuleType:
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{problem}, which needs the package {error.name}: pip install 'verl[hub]' (or pip install datasets), or "
-            f"{fix}"
-        ) from error
+        raise ValueError(f"{problem}, which needs the package {error.name}: pip install datasets, or {fix}") from error
     return datasets
 
 

@@ -19,6 +19,7 @@ from verl.protocol import DataProto
 
 if TYPE_CHECKING:
     from verl.data.prefetch import Item
+    from verl.data.samplers import CustomOrder
 
 
 def check_batch_size(batch_size: int, rows: int) -> None:
@@ -46,6 +47,9 @@ class _Sampler:
     steps_per_epoch = property(lambda self: self.num_rows // self.batch_size)
     epoch = property(lambda self: self.step // self.steps_per_epoch)
     step_in_epoch = property(lambda self: self.step % self.steps_per_epoch)
+
+    def update(self, batch: DataProto) -> None:
+        """The order does not depend on the steps."""
 
     def _order(self, dataset: int, number: int, rows: int, *key: int) -> np.ndarray:
         """The order of pass `number` over a dataset, which depends only on `key`; that of the last pass is kept."""
@@ -233,6 +237,7 @@ class PromptSource(Stateful):
         seed: the order depends on it.
         shuffle: whether the rows are shuffled.
         weights: of the datasets of a `Mixture`; None: the dataset is one.
+        sampler: decides the order instead of seed, shuffle and weights.
         collate: a list of such dicts -> DataProto.
         workers: threads that prepare the next batches; 0: batches are read when they are asked for.
         batches_ahead: how many batches they prepare.
@@ -246,6 +251,7 @@ class PromptSource(Stateful):
         seed: int = 0,
         shuffle: bool = True,
         weights: Sequence[float] | None = None,
+        sampler: "CustomOrder | None" = None,
         collate: Callable[[list[dict[str, Any]]], DataProto],
         workers: int = 0,
         batches_ahead: int = 1,
@@ -259,8 +265,10 @@ class PromptSource(Stateful):
         self._dropped: frozenset[int] = frozenset()
         self._waiting: list[Item] = []  # drawn in the place of dropped rows, and not used yet
         self._batch_size = batch_size
-        self.sampler: ResumableSampler | MixtureSampler
-        if weights:
+        self.sampler: ResumableSampler | MixtureSampler | CustomOrder
+        if sampler is not None:
+            self.sampler = sampler
+        elif weights:
             if not isinstance(dataset, Mixture):
                 raise ValueError(
                     "data.train_weights mixes the files of data.train_files, but the dataset was given as an object: "
@@ -314,6 +322,10 @@ class PromptSource(Stateful):
         if shares:
             batch.meta_info["metrics"] = batch.meta_info.get("metrics", {}) | shares
         return batch
+
+    def update(self, batch: DataProto) -> None:
+        """Receive the batch of a finished step, on which the order of a curriculum sampler depends."""
+        self.sampler.update(batch)
 
     def close(self) -> None:
         """End the threads that read ahead. A further call starts new ones."""

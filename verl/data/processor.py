@@ -38,14 +38,14 @@ def load_processor(model: schema.ModelConfig, tokenizer: Any) -> Any | None:
     try:
         import PIL  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ValueError(f"{model.path} reads images, which needs Pillow: pip install 'verl[vlm]'") from error
+        raise ValueError(f"{model.path} reads images, which needs Pillow: pip install pillow") from error
     try:
         processor = _load(path, config, tokenizer, model.trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ValueError(
             f"the processor of {model.path} cannot be loaded: {error}\nExpected preprocessor_config.json beside the "
-            "model, and the packages that the processor needs (pip install 'verl[vlm]'; torchvision must be built for "
-            "the installed torch)"
+            "model, and the packages that the processor needs (pip install pillow torchvision; torchvision must be "
+            "built for the installed torch)"
         ) from error
     if tokenizer.chat_template is None:
         tokenizer.chat_template = processor.chat_template
@@ -108,5 +108,5 @@ class _NoVideos:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(
             "videos need the package torchvision, which the video processors of transformers use: pip install "
-            "'verl[vlm]' (torchvision must be built for the installed torch)"
+            "torchvision (built for the installed torch)"
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import schema
+from verl.config.fields import Schema
 from verl.data.chat import encode_conversations
 from verl.data.dataset import DatasetConfig, Encoded, TokenizedDataset, describe_overlong, rows_to_use
 from verl.data.files import Rows, read_rows
@@ -45,7 +46,7 @@ class _Pair:
 
 
 @dataclass(frozen=True)
-class _Columns:
+class SampleColumns:
     """The columns of a sample: messages, or prompt and response, each a column and the path to a nested value."""
 
     messages: str | None = None
@@ -84,6 +85,9 @@ class SFTDataset(TokenizedDataset):
         ValueError: invalid files, rows, tokenizer or settings; the message names file and row.
     """
 
+    #: declares the section `data`
+    root_schema: type[Schema] = schema.SFTConfig
+
     def __init__(
         self,
         data_files: str | Path | Sequence[str | Path],
@@ -91,9 +95,8 @@ class SFTDataset(TokenizedDataset):
         config: DatasetConfig = None,
         processor: Any = None,
     ):
-        super().__init__(data_files, tokenizer, config, processor, schema.SFTConfig)
-        self.rows = self._rows or read_rows(self.data_files)
-        self._columns = find_sample_columns(self.rows, self.config)
+        super().__init__(data_files, tokenizer, config, processor, self.root_schema)
+        self.rows, self._columns = self._read()
         start = time.perf_counter()
         self._kept: list[int] = []  # item -> row
         self._ids = TokenTable()
@@ -101,6 +104,11 @@ class SFTDataset(TokenizedDataset):
         self._count = rows_to_use(self.rows, self.config.train_max_samples)
         self._tokenize()
         logger.info("tokenized %s samples in %.1f s", f"{len(self._kept):,}", time.perf_counter() - start)
+
+    def _read(self) -> tuple[Rows, SampleColumns]:
+        """The rows of the files, and their columns."""
+        rows = self._rows or read_rows(self.data_files)
+        return rows, find_sample_columns(rows, self.config)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -272,20 +280,20 @@ class SFTDataset(TokenizedDataset):
             logger.info("truncated %s; dropped %d of them, whose response was truncated completely", summary, dropped)
 
 
-def find_sample_columns(rows: Rows, config: schema.SFTDataConfig) -> _Columns:
+def find_sample_columns(rows: Rows, config: schema.SFTDataConfig) -> SampleColumns:
     """The columns named in the config, otherwise those with a common name. Raises ValueError if there are none."""
     if config.messages_key is not None:
-        return _Columns(messages=rows.check_column(config.messages_key, "messages_key"))
+        return SampleColumns(messages=rows.check_column(config.messages_key, "messages_key"))
     has_names = config.prompt_key is not None or config.response_key is not None
     chat = next((name for name in CHATS if name in rows.columns), None)
     if not has_names and chat is not None:
         note_columns(rows.names, rows.columns, {"chat": chat})
-        return _Columns(messages=chat)
+        return SampleColumns(messages=chat)
     prompt = _named_or_common(rows, config.prompt_key, "prompt_key", _PROMPTS)
     response = _named_or_common(rows, config.response_key, "response_key", RESPONSES)
     note_columns(rows.names, rows.columns, {"prompt": prompt, "response": response})
     paths = (prompt, *(config.prompt_dict_keys or ())), (response, *(config.response_dict_keys or ()))
-    return _Columns(None, *paths)
+    return SampleColumns(None, *paths)
 
 
 def _named_or_common(rows: Rows, name: str | None, key: str, common: tuple[str, ...]) -> str:

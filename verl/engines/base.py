@@ -35,7 +35,9 @@ Tensors = dict[str, torch.Tensor]
 #: model outputs that `infer` and an objective may request, each (B, T) at the positions of the response tokens; `infer`
 #: also has routed_experts (B, P + T, layers, k), the choices of the routers, in engines that support router replay
 OUTPUTS = ("log_probs", "entropys", "sum_pi_squared", "values")
-
+#: with the trait `candidates` of an engine, also candidate_log_probs (B, T, K) of the tokens of a column candidate_ids;
+#: or, in `infer` with a number K in this entry of meta_info, of the K most probable tokens, and their candidate_ids
+NUM_CANDIDATES = "num_candidates"
 
 #: entry of meta_info, for a batch with the column routed_experts: False compares it with the choices of the routers
 #: instead of replaying it

@@ -48,6 +48,7 @@ class ModelSpec:
         compute_dtype: dtype of the forward pass; see `modeling.casting` if it differs from model_dtype.
         kernels: how norms, MLPs and rotary embeddings are computed (`modeling.layers`).
         random_init: initialize at random instead of loading weights (for tests and benchmarks).
+        new_head: of a reward model, may be missing in the files.
     """
 
     section: schema.ModelConfig
@@ -57,12 +58,12 @@ class ModelSpec:
     compute_dtype: torch.dtype = torch.float32
     kernels: Kernels = "plain"
     random_init: bool = False
+    new_head: bool = False
 
     @cached_property
     def hf_config(self) -> Any:
         """The HuggingFace config of the model."""
-        section = self.section
-        return read_config(section.path, section.override_config, section.trust_remote_code)
+        return read_config(self.section.path, self.section.override_config, self.section.trust_remote_code)
 
     @property
     def autocast_to(self) -> torch.dtype | None:
@@ -78,14 +79,14 @@ class ModelSpec:
 def resolve_model(spec: EngineSpec) -> ModelSpec:
     """Dtypes and kernels of the model that `spec` describes. Raises like `check_kernels`."""
     compute_dtype = resolve_dtype(spec.engine.dtype, spec.device)
-    # trained weights stay float32 by default: bf16 weights lose updates smaller than 2**-8 of them; the frozen weights
-    # under adapters are not trained
+    # trained weights stay float32: in bf16, updates below 2**-8 of a weight are lost; those under adapters are frozen
     default = compute_dtype if spec.model.has_adapters else torch.float32
     model_dtype = spec.engine.model_dtype
     model = ModelSpec(
         section=spec.model,
         kind=spec.kind,
         device=spec.device,
+        new_head=spec.kind == "reward" and spec.optimizer is not None,
         model_dtype=default if model_dtype == "auto" else resolve_dtype(model_dtype, spec.device),
         compute_dtype=compute_dtype,
         kernels="batch_invariant"
@@ -143,12 +144,12 @@ def load_module(spec: ModelSpec) -> nn.Module:
             module = _with_head(auto.from_config(hf, dtype=spec.model_dtype, **build), spec)
     else:
         module = _from_pretrained(auto, spec, hf, build)
-    module = _with_attention(module, spec)
-    if spec.section.quantization is None:
+    module, has_4_bits = _with_attention(module, spec), spec.section.quantization == "nf4"
+    if not has_4_bits:
         module = module.to(spec.device)
     if not spec.random_init:
         _check_finite(module, spec.section.path)
-    if spec.section.quantization is None:
+    if not has_4_bits:
         return _with_adapters(module, spec)
     from verl.engines import lora, quantization
 
@@ -199,9 +200,9 @@ def _with_adapters(module: nn.Module, spec: ModelSpec) -> nn.Module:
     return add_adapters(module, spec.section)
 
 
-def check_model(model: schema.ModelConfig, kind: str = "causal_lm") -> None:
+def check_model(model: schema.ModelConfig, kind: str = "causal_lm", new_head: bool = False) -> None:
     """Raise ValueError for a `model` section whose model cannot be built. Reads its config.json only."""
-    spec = ModelSpec(model, kind)
+    spec = ModelSpec(model, kind, new_head=new_head)
     _recipe(spec)
     if spec.section.has_adapters:
         from verl.engines.lora import Adapters
@@ -289,7 +290,7 @@ def _recipe(spec: ModelSpec) -> tuple[Any, Any, dict[str, Any]]:
             if ("dropout" in name or name in _DROPOUT) and name not in section.override_config:
                 value = getattr(config, name)
                 setattr(config, name, 0 if type(value) is int else 0.0)
-    if spec.kind == "value":
+    if spec.kind == "value" or spec.new_head:
         hf.num_labels = 1
     if spec.kind == "reward" and hf.num_labels != 1:
         raise ValueError(
@@ -323,17 +324,17 @@ def _check_architecture(auto: Any, hf: Any, section: schema.ModelConfig) -> None
 
 
 def _from_pretrained(auto: Any, spec: ModelSpec, hf: Any, build: dict[str, Any]) -> nn.Module:
-    """Load the model from its files. The head of a value model may be missing."""
+    """Load the model from its files. The head of a value model may be missing, or of a reward model to train."""
     path = spec.section.path
     has_images = vision.is_vision_config(hf)
-    new_prefix = None if spec.kind != "value" else "lm_head." if has_images else "score."
+    new_prefix = ("lm_head." if has_images else "score.") if spec.kind == "value" or spec.new_head else None
     module, new_head = load_pretrained(auto, path, hf, spec.model_dtype, new_prefix, **build)
     if has_images and spec.kind == "value":
         module = _with_head(module, spec)
         new_head = set() if load_value_head(module.score, path) else {"score.weight", "score.bias"}
     if new_head:
         # values start at 0 rather than at noise, so the first advantages are the returns themselves
-        logger.info("%s has no value head: initializing it with zeros", path)
+        logger.info("%s has no head for values: initializing it with zeros", path)
         for name in new_head:
             nn.init.zeros_(module.get_parameter(name))
     return module
@@ -465,7 +466,7 @@ class TokenModel(nn.Module):
             )
 
     def forward(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> Tensors:
-        """Each requested output, (b, T), float32 (float64 for a float64 model), 0 outside the response."""
+        """Each requested output, (b, T) or (b, T, K), float32 (float64 for a float64 model), 0 outside the response."""
         with torch.autocast(model_input.input_ids.device.type, self.autocast_to, enabled=self.autocast_to is not None):
             hidden = self.hidden_states(model_input)
             states = hidden.flatten(0, 1)[model_input.states]
@@ -475,11 +476,10 @@ class TokenModel(nn.Module):
                     raise ValueError(f"a critic or reward model outputs values, not {unknown}")
                 values_by_name = {"values": self.head(states)[:, 0]}
             else:
-                values_by_name = token_statistics(
-                    states, model_input.targets, self.head, self.vocab_size, outputs, temperature, self.batch_invariant
-                )
+                read = states, model_input.targets, self.head, self.vocab_size, outputs, temperature
+                values_by_name = token_statistics(*read, self.batch_invariant, candidates=model_input.candidates)
         scattered = {
-            name: model_input.scatter(values if values.dtype == torch.float64 else values.float())
+            name: model_input.scatter(values if values.dtype in (torch.float64, torch.int64) else values.float())
             for name, values in values_by_name.items()
         }
         ranks = model_input.packing.ranks if model_input.packing is not None else None

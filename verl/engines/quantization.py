@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from verl.config import schema
+from verl.modeling.huggingface import read_config
+from verl.modeling.model_types import LLAMA_LIKE, MIXTURES, VISION_LIKE
 
 #: file beside saved adapters with the names of the weights that have 4 bits
 QUANTIZED = "quantized.json"
@@ -30,6 +32,12 @@ def check_quantization(model: schema.ModelConfig, ranks: int) -> None:
         ranks: processes of the model.
     """
     if model.quantization is None:
+        return
+    if model.quantization == "fp8":
+        config = read_config(model.path, model.override_config, model.trust_remote_code).get_text_config()
+        if config.model_type not in (supported := (*LLAMA_LIKE, *MIXTURES, *VISION_LIKE)):
+            names = ", ".join(supported)
+            raise ValueError(f"model.quantization=fp8: {config.model_type} is not supported, only {names}: use null")
         return
     if not model.has_adapters:
         raise ValueError(

@@ -9,7 +9,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from verl.engines import checkpoint, memory
-from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
+from verl.engines.base import NUM_CANDIDATES, EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
 from verl.engines.gathering import gather_tensors, local_shard, shard_of
 from verl.engines.loading import ModelSpec, TokenModel, checked, log_padding, resolve_model
 from verl.engines.memory import OnDevice, move_optimizer
@@ -38,6 +38,7 @@ from verl.engines.stochastic_rounding import step_with_stochastic_rounding
 from verl.engines.token_budget import CACHED_TOKENS, TokenBudget, choose_micro_batching, token_budget
 from verl.modeling.attention import attends_in_one_call, is_packed
 from verl.modeling.casting import cast_at_use
+from verl.modeling.fp8 import use_fp8
 from verl.modeling.layers import use_kernels
 from verl.modeling.linear import WeightCache
 from verl.modeling.moe import RoutingStatistics
@@ -59,6 +60,7 @@ _INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 class _Plan:
     rows: list[list[int]]  # row indices of each micro-batch
     shared_prefix: bool  # compute a prompt once for all its rows
+    candidates: int | None = None  # most probable tokens per position, instead of those of the columns
 
 
 @final
@@ -88,6 +90,7 @@ class TorchEngine(TrainEngine):
         self.model_parallel_rank = self.sharding.model_parallel_rank
         trains = spec.optimizer is not None
         self.module = self.sharding.build(self.model_spec) if module is None else checked(module, self.model_spec)
+        use_fp8(self.module, spec.model.quantization)  # after `checked`: rounding enlarges differences of the last bit
         self.model = TokenModel(self.module, self.model_spec)
         self.packs = is_packed(self.module)
         if spec.model.use_remove_padding and not self.packs and self.sharding.is_first_rank:
@@ -139,11 +142,12 @@ class TorchEngine(TrainEngine):
         names = (*_INPUTS, *set_replay(self.model.routing, batch))
         columns, media = host_columns(batch, names, self.module.config)
         plan = self._plan(columns, micro, shares_prefix=ROUTED_EXPERTS not in outputs)
+        plan = replace(plan, candidates=batch.meta_info.get(NUM_CANDIDATES))
         result: Tensors = {}
         chunks = []
         with self.on_device(), torch.no_grad(), self._fixed_weights(training=False):
             for rows in plan.rows:
-                micro_outputs = self._forward(take_rows(columns, rows), plan.shared_prefix, outputs, temperature, media)
+                micro_outputs = self._forward(take_rows(columns, rows), plan, outputs, temperature, media)
                 micro_outputs = {k: v.float() if v.is_floating_point() else v for k, v in micro_outputs.items()}
                 chunks.append((rows, {k: v.to("cpu", non_blocking=True) for k, v in micro_outputs.items()}))
         if self.device.type == "cuda":
@@ -169,7 +173,7 @@ class TorchEngine(TrainEngine):
             with self._fixed_weights(training=True):
                 for rows in plan.rows:
                     share = take_rows(columns, rows)
-                    outputs = self._forward(share, plan.shared_prefix, objective.needs, temperature, media)
+                    outputs = self._forward(share, plan, objective.needs, temperature, media)
                     share = {name: to_device(values, self.device) for name, values in share.items()}
                     loss, metrics = objective.loss(outputs, share)
                     self.sharding.scale_loss(loss).backward()
@@ -182,10 +186,12 @@ class TorchEngine(TrainEngine):
         return metrics
 
     def _forward(
-        self, columns: Tensors, shared_prefix: bool, outputs: tuple[str, ...], temperature: float, media: Media | None
+        self, columns: Tensors, plan: _Plan, outputs: tuple[str, ...], temperature: float, media: Media | None
     ) -> Tensors:
         """Outputs (b, T) of a micro-batch. The input is built on the host without synchronizing with the device."""
-        model_input = build_input(columns, self.packs, shared_prefix, media)
+        model_input = build_input(columns, self.packs, plan.shared_prefix, media)
+        if plan.candidates is not None:
+            model_input = replace(model_input, candidates=plan.candidates)
         if self.sharding.sequence_ranks is not None:
             model_input = model_input.share_of(self.sharding.sequence_ranks)
         model_input = model_input.to(self.device)
@@ -268,8 +274,8 @@ class TorchEngine(TrainEngine):
         ids = torch.zeros(1, tokens * self.sharding.sp_size, dtype=torch.long)
         columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, 1:]}
         columns["position_ids"] = torch.arange(ids.shape[1])[None]
-        outputs = ("values",) if self.spec.kind == "value" else ("log_probs",)
-        return self._forward(columns, False, outputs, 1.0, None)
+        outputs = ("log_probs",) if self.spec.kind == "causal_lm" else ("values",)
+        return self._forward(columns, _Plan([], False), outputs, 1.0, None)
 
     def _checkpoint_activations(self, on: bool) -> None:
         if on == self._checkpoints_activations:

@@ -24,6 +24,7 @@ class TrainTraits:
             section `megatron`; False: weights are sharded and gathered layer by layer, by those of the FSDP section.
             None: not declared, so that no setting is reported as without effect.
         router_replay: it replays the choices of the routers of a mixture of experts.
+        candidates: it computes the log-probs of several tokens per position (`engines.base.NUM_CANDIDATES`).
         check_device: "module:function" that raises ValueError if the engine does not run on a device.
     """
 
@@ -32,6 +33,7 @@ class TrainTraits:
     package: Package | None = None
     model_parallel: bool | None = None
     router_replay: bool = False
+    candidates: bool = True
     check_device: str = ""
 
     def missing_package(self) -> str | None:

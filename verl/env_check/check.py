@@ -9,6 +9,7 @@ package may still fail to load; this process imports nothing heavy.
 
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 from verl.engines.traits import built_in_strategies
 from verl.env_check import packages
 from verl.env_check.packages import FAULT, NOTE, OK, Check, EnvReport, Probe
+from verl.processes.isolation.mode import isolation
 from verl.rollout.traits import built_in_engines
 from verl.utils.paths import resolved
 
@@ -128,6 +130,27 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> Check | None:
     return Check("shared memory", NOTE, f"{total:.2f} GiB: too little for several processes (NCCL, Ray, loaders)", fix)
 
 
+def check_interfaces(environment: Mapping[str, str] = os.environ) -> list[Check]:
+    """The variables of network interfaces: prefixes for NCCL (`=`: exact names, `^`: all others), one name for Gloo."""
+    present, checks = [name for _, name in socket.if_nameindex()], []
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        if value := environment.get(variable):
+            names, whole = value.lstrip("^=").split(","), "=" in value[:2] or variable.startswith("GLOO")
+            named = {i for i in present if (i in names if whole else i.startswith(tuple(names)))}
+            usable = set(present) - named if value.startswith("^") else named
+            text = f"{value} matches no network interface of this host ({', '.join(present)})"
+            fix = f"unset {variable}   # each process then uses the interface that leads to rank 0"
+            checks.append(Check(variable, OK, value) if usable else Check(variable, FAULT, text, fix))
+    return checks
+
+
+def check_isolation() -> Check:
+    """How programs are isolated that the policy writes: for the reward `code` and the tool `python`."""
+    mode = isolation()
+    fix = "" if mode.bubblewrap else "apt install bubblewrap   # and allow user namespaces: docs/security.md"
+    return Check("programs", NOTE if mode.weaker else OK, f"isolated by {mode.describe()}", fix)
+
+
 # ---- the check ------------------------------------------------------------------------------------------------------
 
 #: mode -> checks that it needs
@@ -184,6 +207,8 @@ def inspect_env() -> EnvReport:
         *packages.check_optional(probes),
         check_disk(),
         check_shared_memory(),
+        check_isolation(),
+        *check_interfaces(),
     ]
     present = tuple(check for check in checks if check is not None)
     return EnvReport(present, possible_modes(present))

@@ -86,7 +86,9 @@ def open_checkpoint(folder: Path, base: str | None = None, backend: str = "fsdp"
     """
     folder = resolved(folder)
     if not folder.is_dir():
-        raise ValueError(f"no folder {folder}: {_EXPECTED}")
+        saved = sorted(map(str, Path("checkpoints").glob("**/global_step_*")))
+        listed = f". Checkpoints below checkpoints/: {', '.join(saved[-5:])}" if saved else ""
+        raise ValueError(f"no folder {folder}: {_EXPECTED}{listed}")
     _verify_manifest(folder)
     has_rank_files = any(is_rank_file(path) for path in folder.iterdir())
     has_shards = (folder / "shards").is_dir()

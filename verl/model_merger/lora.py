@@ -178,7 +178,7 @@ def _merged(module: Any, matrices: Mapping[str, torch.Tensor], settings: Mapping
     try:
         from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
     except ModuleNotFoundError as error:
-        raise ValueError("merging LoRA adapters needs peft: pip install 'verl[lora]' (or pip install peft)") from error
+        raise ValueError("merging LoRA adapters needs the package peft: pip install peft") from error
     ranks = {
         name.removeprefix(PREFIX).removesuffix(".lora_A.weight"): len(tensor)
         for name, tensor in matrices.items()

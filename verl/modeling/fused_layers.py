@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from verl.modeling.attention import packed_attention
+from verl.modeling.fp8 import Fp8Linear, Fp8Matmul
 from verl.modeling.linear import Embedding, FusedLinear, WeightCache, compute_dtype, layer_functions
 from verl.modeling.moe import expert_modules, set_experts_function
 from verl.modeling.packing import Packing
@@ -188,10 +189,10 @@ def _linear(module: nn.Module, cache: WeightCache, x: torch.Tensor) -> torch.Ten
 
 
 def _can_fuse(layers: Sequence[nn.Module], cache: WeightCache) -> bool:
-    """Whether layers can be one GEMM: plain linear layers, unsharded, and all or none of them trained."""
+    """Whether layers can be one GEMM: plain or FP8 linear layers, unsharded, and all or none of them trained."""
     return (
         cache.active
-        and all(type(layer) is nn.Linear and not isinstance(layer.weight, DTensor) for layer in layers)
+        and all(type(layer) in (nn.Linear, Fp8Linear) and not isinstance(layer.weight, DTensor) for layer in layers)
         and len({(layer.bias is None, layer.weight.requires_grad) for layer in layers}) == 1
     )
 
@@ -200,4 +201,5 @@ def _fused_linear(layers: Sequence[nn.Linear], cache: WeightCache, x: torch.Tens
     """The concatenated outputs of the layers for x (..., I): (..., O)."""
     weights = [layer.weight for layer in layers]
     biases = [layer.bias for layer in layers if layer.bias is not None]
-    return FusedLinear.apply(x, compute_dtype(x, weights[0]), cache, len(layers), *weights, *biases)
+    function = Fp8Matmul if isinstance(layers[0], Fp8Linear) else FusedLinear
+    return function.apply(x, compute_dtype(x, weights[0]), cache, len(layers), *weights, *biases)

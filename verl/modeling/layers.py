@@ -12,6 +12,7 @@ from typing import Literal
 
 from torch import nn
 
+from verl.modeling.fp8 import Fp8Linear
 from verl.modeling.fused_layers import fuse
 from verl.modeling.linear import WeightCache
 from verl.modeling.model_types import LLAMA_LIKE, MIXTURES, VISION_LIKE
@@ -28,11 +29,14 @@ def use_kernels(module: nn.Module, kernels: Kernels, cache: WeightCache) -> None
     Args:
         module: a HuggingFace decoder. With "fused", a model type that is not supported stays plain, which is logged.
         kernels: the kernels to use.
-        cache: tells "fused" when the weights do not change.
+        cache: tells "fused" and FP8 layers when the weights do not change.
 
     Raises:
         ValueError: Liger is selected but not installed, or does not support the model.
     """
+    for layer in module.modules():
+        if isinstance(layer, Fp8Linear):
+            layer.cache = cache
     if kernels == "fused":
         if language_model_of(module).config.model_type not in (*LLAMA_LIKE, *MIXTURES, *VISION_LIKE):
             logger.info("%s: fused kernels are not supported, layers run as in transformers", module.config.model_type)

@@ -8,9 +8,10 @@ that read the same input are fused into one GEMM over their concatenated weights
 N: tokens; I: input features; O: output features of all fused layers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ class WeightCache:
 
     def __init__(self) -> None:
         self.active = self._keeps = self.accumulates_gradients = False
-        self._casts: dict[tuple[int, ...], torch.Tensor] = {}
+        self._kept: dict[tuple, Any] = {}
         self._gradients: dict[tuple[int, ...], torch.Tensor] = {}
 
     @contextmanager
@@ -43,23 +44,29 @@ class WeightCache:
             yield
         finally:
             self.active = self._keeps = self.accumulates_gradients = False
-            self._casts.clear()
+            self._kept.clear()
             self._gradients.clear()
 
     def concatenated(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """The parameters (o_i, ...) as one tensor (O, ...) of a dtype."""
         if len(parameters) == 1 and parameters[0].dtype == dtype:
             return parameters[0].detach()
-        key = tuple(map(id, parameters))
-        if key in self._casts:
-            return self._casts[key]
-        rows = sum(p.shape[0] for p in parameters)
-        cast = parameters[0].new_empty((rows, *parameters[0].shape[1:]), dtype=dtype, requires_grad=False)
-        for chunk, parameter in zip(cast.split([p.shape[0] for p in parameters]), parameters):
-            chunk.copy_(parameter.detach())
+
+        def cast() -> torch.Tensor:
+            rows = sum(p.shape[0] for p in parameters)
+            result = parameters[0].new_empty((rows, *parameters[0].shape[1:]), dtype=dtype, requires_grad=False)
+            for chunk, parameter in zip(result.split([p.shape[0] for p in parameters]), parameters):
+                chunk.copy_(parameter.detach())
+            return result
+
+        return self.kept(tuple(map(id, parameters)), cast)
+
+    def kept(self, key: tuple, make: Callable[[], Any]) -> Any:
+        """`make()`, which depends on the weights; while they are kept, that of the first call with this key."""
+        value = self._kept[key] if key in self._kept else make()
         if self._keeps:
-            self._casts[key] = cast
-        return cast
+            self._kept[key] = value
+        return value
 
     def accumulate_matmul(self, parameters: Sequence[nn.Parameter], g: torch.Tensor, x: torch.Tensor) -> None:
         """Add g^T x to the gradients of weights. g: (N, O). x: (N, I)."""
@@ -164,19 +171,29 @@ class FusedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        cache, weights, biases, (x_dtype, dtype) = ctx.cache, ctx.weights, ctx.biases, ctx.dtypes
-        gx = torch.matmul(g, cache.concatenated(weights, dtype)).to(x_dtype) if ctx.needs_input_grad[0] else None
-        gradients: list[torch.Tensor | None] = [None] * (len(weights) + len(biases))
-        if x is None:
-            return gx, None, None, None, *gradients
-        g, x = g.flatten(0, -2), x.flatten(0, -2)
-        bias_gradient = _column_sums(g).to(biases[0].dtype) if biases else None
-        if cache.accumulates_gradients:
-            cache.accumulate_matmul(weights, g, x)
-            if bias_gradient is not None:
-                cache.accumulate(biases, bias_gradient)
-        else:
-            sizes = [w.shape[0] for w in weights]
-            gradients = list(torch.mm(g.t(), x).to(weights[0].dtype).split(sizes))
-            gradients += bias_gradient.split(sizes) if bias_gradient is not None else []
-        return gx, None, None, None, *gradients
+        x_dtype, dtype = ctx.dtypes
+        gx = None
+        if ctx.needs_input_grad[0]:
+            gx = torch.matmul(g, ctx.cache.concatenated(ctx.weights, dtype)).to(x_dtype)
+        return gx, None, None, None, *parameter_gradients(ctx, g, x)
+
+
+def parameter_gradients(ctx: Any, g: torch.Tensor, x: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """The gradients of `ctx.weights`, then of `ctx.biases`; None if they are accumulated in `ctx.cache`.
+
+    ctx: of fused linear layers. g: (..., O), of the output. x: (..., I), the input; None if parameters are not trained.
+    """
+    cache, weights, biases = ctx.cache, ctx.weights, ctx.biases
+    if x is None:
+        return [None] * (len(weights) + len(biases))
+    g, x = g.flatten(0, -2), x.flatten(0, -2)
+    bias_gradient = _column_sums(g).to(biases[0].dtype) if biases else None
+    # torch has no GEMM on a CPU that accumulates 16 bits in float32
+    if cache.accumulates_gradients and (g.is_cuda or g.dtype == weights[0].dtype):
+        cache.accumulate_matmul(weights, g, x)
+        if bias_gradient is not None:
+            cache.accumulate(biases, bias_gradient)
+        return [None] * (len(weights) + len(biases))
+    sizes = [w.shape[0] for w in weights]
+    gradients = list(torch.mm(g.t(), x).to(weights[0].dtype).split(sizes))
+    return gradients + (list(bias_gradient.split(sizes)) if bias_gradient is not None else [])

@@ -7,6 +7,7 @@ fit, they are kept for it; otherwise they are recomputed chunk by chunk.
 V: vocabulary; S: selected states. x: logits / temperature; p: softmax(x); H: entropy.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -16,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from verl.modeling.batch_invariant.chunked import log_sum_exp
 
 OUTPUTS = ("log_probs", "entropys", "sum_pi_squared")
+#: outputs of several tokens per state
+CANDIDATES = ("candidate_log_probs", "candidate_ids")
 
 #: (logits, targets, temperature, requested) -> log-probs, entropies and sums of squares
 ShardedStatisticsFn = Callable[[torch.Tensor, torch.Tensor, float, tuple[bool, bool, bool]], tuple[torch.Tensor, ...]]
@@ -186,6 +189,26 @@ def gradient_of_logits(
     return result
 
 
+def candidate_log_probs(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    log_probs: torch.Tensor,
+    candidates: torch.Tensor | int,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probs, ids), each (s, K), of K tokens of the vocabulary: log p_k = x_k - x_y + log p_y for the target y.
+
+    Args:
+        logits: (s, V).
+        targets, log_probs: (s,) y and log p_y.
+        candidates: (s, K) token ids, or K: the K most probable tokens.
+        temperature: divides the logits.
+    """
+    ids = logits.detach().topk(candidates, -1).indices if isinstance(candidates, int) else candidates
+    x = _scaled(logits.gather(-1, torch.cat([targets[:, None], ids], -1)), temperature)
+    return x[:, 1:] - x[:, :1] + log_probs[:, None], ids
+
+
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:
     """Runs of rows that fit into the cache of a CPU, which plain torch computes one after another."""
     rows = len(logits) if logits.is_cuda else max(1, CACHED_ELEMENTS * torch.get_num_threads() // logits.shape[1])
@@ -214,6 +237,7 @@ def token_statistics(
     temperature: float = 1.0,
     batch_invariant: bool = False,
     sharded_statistics: ShardedStatisticsFn | None = None,
+    candidates: torch.Tensor | int | None = None,
 ) -> dict[str, torch.Tensor]:
     """Statistics of the distribution softmax(head(states) / temperature).
 
@@ -227,30 +251,40 @@ def token_statistics(
         batch_invariant: the bits of log_probs do not depend on the other states, provided that the head's do not.
         sharded_statistics: computes the three statistics for a head that returns a shard of the vocabulary;
             `vocab_size` is then the size of the shard.
+        candidates: (S, K) token ids, or K for the K most probable ones: further outputs are candidate_log_probs and
+            candidate_ids. Not with `sharded_statistics`.
 
     Returns:
-        name -> (S,) float32, or float64 for a float64 model.
+        name -> (S,) float32, or float64 for a float64 model; candidate_log_probs and candidate_ids are (S, K).
     """
-    unknown = set(outputs) - set(OUTPUTS)
+    names = OUTPUTS if candidates is None or sharded_statistics is not None else (*OUTPUTS, *CANDIDATES)
+    unknown = set(outputs) - set(names)
     if unknown:
-        raise ValueError(f"expected outputs out of {', '.join(OUTPUTS)}, found {sorted(unknown)}")
+        raise ValueError(f"expected outputs out of {', '.join(names)}, found {sorted(unknown)}")
     requested = tuple(name in outputs for name in OUTPUTS)
 
-    def chunk_statistics(states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def chunk_statistics(
+        states: torch.Tensor, targets: torch.Tensor, candidates: torch.Tensor | int | None
+    ) -> tuple[torch.Tensor, ...]:
+        logits = head(states)
         if sharded_statistics is not None:
-            return sharded_statistics(head(states), targets, temperature, requested)
-        return _TokenStatistics.apply(head(states), targets, temperature, requested, batch_invariant)
+            return sharded_statistics(logits, targets, temperature, requested)
+        statistics = _TokenStatistics.apply(logits, targets, temperature, requested, batch_invariant)
+        if candidates is None:
+            return statistics
+        return *statistics, *candidate_log_probs(logits, targets, statistics[0], candidates, temperature)
 
     rows = max(1, CHUNK_ELEMENTS[states.device.type] // vocab_size)
     if states.is_cuda and len(states) > rows:  # equal chunks: a small last one would be a slow GEMM
         rows = -(-len(states) // -(-len(states) // rows))
-    chunks = list(zip(states.split(rows), targets.split(rows)))
+    split = candidates.split(rows) if isinstance(candidates, torch.Tensor) else itertools.repeat(candidates)
+    chunks = list(zip(states.split(rows), targets.split(rows), split))
     recompute = torch.is_grad_enabled() and len(chunks) > 1 and not _fit(states, vocab_size)
     results = [
         checkpoint(chunk_statistics, *chunk, use_reentrant=False) if recompute else chunk_statistics(*chunk)
         for chunk in chunks
     ]
-    return {name: torch.cat([result[OUTPUTS.index(name)] for result in results]) for name in outputs}
+    return {name: torch.cat([result[names.index(name)] for result in results]) for name in outputs}
 
 
 def _fit(states: torch.Tensor, vocab_size: int) -> bool:

@@ -135,6 +135,7 @@ class ModelInput:
         width: P + T.
         routed_experts: (N, layers, k) choices of the routers to replay (`modeling.moe`), or None.
         vision: images of the prompts, if any.
+        candidates: (S, K) further tokens whose log-probs are computed, or K for the K most probable ones; or None.
     """
 
     input_ids: torch.Tensor
@@ -149,9 +150,10 @@ class ModelInput:
     width: int
     routed_experts: torch.Tensor | None = None
     vision: VisionInput | None = None
+    candidates: torch.Tensor | int | None = None
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
-        """(S,) values of the selected states -> (b, T), 0 elsewhere."""
+        """(S, ...) values of the selected states -> (b, T, ...), 0 elsewhere."""
         return scatter_rows(values, self.slots, *self.shape)
 
     def to(self, device: torch.device) -> "ModelInput":
@@ -188,6 +190,7 @@ class ModelInput:
             tokens=self.tokens[span],
             routed_experts=None if experts is None else experts[span],
             vision=None if self.vision is None else self.vision.share_of(start, tokens),
+            candidates=self.candidates[is_local] if isinstance(self.candidates, torch.Tensor) else self.candidates,
         )
 
 
@@ -202,7 +205,7 @@ def to_device(value: T, device: torch.device) -> T:
         return value
     if device.type != "cuda" or not value.numel():
         return value.to(device)
-    return value.pin_memory().to(device, non_blocking=True)
+    return value.contiguous().pin_memory().to(device, non_blocking=True)  # an expanded tensor cannot be pinned
 
 
 def row_lengths(attention_mask: torch.Tensor) -> list[int]:
@@ -217,7 +220,8 @@ def build_input(
 
     Args:
         rows: the columns input_ids, attention_mask, position_ids and responses, and routed_experts for router replay.
-            The tokens of a row are contiguous (left-padded prompt, right-padded response).
+            The tokens of a row are contiguous (left-padded prompt, right-padded response). candidate_ids (b, T, K)
+            become the candidates.
         remove_padding: pack the rows.
         shared_prefix: compute the tokens of a prompt once for all rows that have it; for packed rows only.
         media: the images of the batch; the rows then have the column `vision.INDEX`.
@@ -230,6 +234,7 @@ def build_input(
     slots = responded.flatten().nonzero()[:, 0]
     targets = rows["responses"].flatten()[slots]
     row, t = slots // width, slots % width
+    candidates = rows["candidate_ids"].flatten(0, 1)[slots] if "candidate_ids" in rows else None
     if not remove_padding:
         # nothing comes before the first token of a row: it would enter the state of a layer that has one
         lengths, longest = attention.sum(1), int(attention.sum(1).max())
@@ -246,6 +251,7 @@ def build_input(
             *(rows["input_ids"].gather(1, order), positions, mask, None, states, targets, slots, shape),
             *_routed_experts(rows, tokens),
             vision,
+            candidates,
         )
     first = first_with_prompt(attention, rows["input_ids"], width, rows.get(INDEX)) if shared_prefix else range(b)
     if len(set(first)) < b:
@@ -262,9 +268,8 @@ def build_input(
     else:
         positions = positions.transpose(0, 1).flatten(1)[:, None, tokens]
     vision = None if media is None else media.input_of(rows, tokens)
-    return ModelInput(
-        ids, positions, None, packing, states, targets, slots, shape, *_routed_experts(rows, tokens), vision
-    )
+    selected = states, targets, slots, shape, *_routed_experts(rows, tokens)
+    return ModelInput(ids, positions, None, packing, *selected, vision, candidates)
 
 
 def _routed_experts(rows: Tensors, tokens: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor | None]:

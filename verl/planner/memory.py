@@ -38,6 +38,7 @@ PHASES = {
     "reference log-probs": "ref",
     "values": "critic",
     "reward model": "reward",
+    "teacher log-probs": "teacher",
     "cost model": "cost",
     "update of the critic": "critic",
     "update of the actor": "actor",

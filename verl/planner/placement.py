@@ -16,7 +16,7 @@ from verl.planner.memory import Items, group_memory, optimizer_bytes, total, wei
 from verl.planner.workload import Job, Role
 
 #: roles that only run forward passes -> their operator
-_SCORES = {"ref": "ref", "reward": "rm", "cost": "cost"}
+_SCORES = {"ref": "ref", "reward": "rm", "cost": "cost", "teacher": "teacher"}
 #: a push is a stage of asynchronous steps only; otherwise it is a part of training
 STAGES = ("generation", "preparation", "training", "push")
 

@@ -23,7 +23,8 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -154,23 +155,51 @@ def process_status(pid: int) -> str:
         return psutil.STATUS_DEAD
 
 
-def resident_memory(pid: int, shared_once: bool = False) -> int:
-    """Resident memory of a process and its descendants in bytes (Linux). A process that has ended has none.
+def descendants(pid: int) -> Iterator[int]:
+    """The process ids of everything that a process has started, as far as their parents are alive (Linux)."""
+    parents = deque([pid])
+    while parents:
+        children = _children(parents.popleft())
+        parents += children
+        yield from children
 
-    shared_once: Count a page that several of them share once, not in each. Takes milliseconds per GiB.
+
+def _children(pid: int) -> list[int]:
+    try:
+        lists = [(thread / "children").read_bytes() for thread in Path(f"/proc/{pid}/task").iterdir()]
+        return [int(child) for text in lists for child in text.split()]
+    except (FileNotFoundError, ProcessLookupError):  # a thread has ended, or a kernel without CONFIG_PROC_CHILDREN
+        with suppress(psutil.NoSuchProcess):
+            return [child.pid for child in psutil.Process(pid).children()]
+        return []
+
+
+def resident_memory(pid: int, shared_once: bool = False) -> int:
+    """Memory of a process and its descendants in bytes, in RAM and swap (Linux): see `memory_of`."""
+    return memory_of([pid, *descendants(pid)], shared_once)
+
+
+def memory_of(pids: Iterable[int], shared_once: bool = False) -> int:
+    """Memory of processes in bytes, in RAM and swap (Linux). A process that has ended has none.
+
+    shared_once: Count a page that several of them share once, not in each, if this user may see that. Takes
+        milliseconds per GiB.
     """
-    total, pids = 0, [pid]
-    while pids:
-        folder = Path(f"/proc/{pids.pop()}")
-        with suppress(OSError, IndexError, ValueError):
-            if shared_once:
-                lines = (folder / "smaps_rollup").read_text(encoding="utf-8").splitlines()
-                total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
-            else:
-                total += int((folder / "statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            for thread in (folder / "task").iterdir():
-                pids += map(int, (thread / "children").read_text(encoding="utf-8").split())
-    return total
+    total = 0
+    for folder in (Path(f"/proc/{pid}") for pid in pids):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has exited since
+            try:
+                total += _kibibytes(folder / "smaps_rollup", b"Pss:", b"SwapPss:") if shared_once else 0
+                shared = shared_once
+            except PermissionError:
+                shared = False
+            total += 0 if shared else _kibibytes(folder / "status", b"VmRSS:", b"VmSwap:")
+    return total << 10
+
+
+def _kibibytes(file: Path, *names: bytes) -> int:
+    # bytes: the name of the process may contain line breaks of Unicode
+    return sum(int(line.split()[1]) for line in file.read_bytes().split(b"\n") if line.startswith(names))
 
 
 def import_path() -> str:

@@ -229,7 +229,8 @@ class ScoreFunction:
         return not self._has("no accuracy")
 
     def _has(self, trait: str) -> bool:
-        return any(self.func is func and trait == known for func, known in _TRAITS)
+        registered = self.source[0] if self.source else self.func
+        return any(registered is func and trait == known for func, known in _TRAITS)
 
     @property
     def name(self) -> str:

@@ -1,5 +1,6 @@
 """Selecting the reward function of a run: by path, by registered name, by data source, or as a weighted sum."""
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -7,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from verl.registry import did_you_mean, load_object
+from verl.rewards import judge  # noqa: F401 (as below)
 from verl.rewards.functions import (
     ACCEPTED_FORMS,
     REWARD_FUNCTION_REGISTRY,
@@ -181,6 +183,10 @@ def as_score_function(function: Any, kwargs: Mapping[str, Any] | None = None) ->
     if isinstance(function, ScoreFunction):
         return function
     if is_reward_class(function):
+        try:
+            inspect.signature(function).bind(**(kwargs or {}))
+        except TypeError as error:
+            raise ValueError(f"{function.__name__}: {error}: set or remove it in reward_kwargs") from None
         return ScoreFunction(function(**(kwargs or {})), source=(function, dict(kwargs or {})))
     return ScoreFunction(function, kwargs or {})
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from verl.config import schema
+from verl.modeling.fp8 import use_fp8
 from verl.modeling.huggingface import load_pretrained, read_config
 from verl.modeling.vision import is_vision_config
 from verl.modeling.vision_attention import use_vision_attention
@@ -56,7 +57,7 @@ def empty_module(
     module.tie_weights()  # each got separate memory
     for name, buffer in buffers:
         module.get_buffer(name).copy_(buffer)
-    return use_vision_attention(module).eval()
+    return use_fp8(use_vision_attention(module), model.quantization).eval()
 
 
 def load_module(
@@ -72,7 +73,7 @@ def load_module(
         except ImportError as error:
             raise ImportError("model.lora_adapter_path needs peft: pip install peft") from error
         module = PeftModel.from_pretrained(module, model.lora_adapter_path).merge_and_unload()
-    return use_vision_attention(module).requires_grad_(False).eval()
+    return use_fp8(use_vision_attention(module), model.quantization).requires_grad_(False).eval()
 
 
 def parameter_shapes(model: schema.ModelConfig) -> dict[str, torch.Size]:

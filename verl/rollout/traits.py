@@ -31,6 +31,7 @@ class EngineTraits:
             `enable_chunked_prefill`, `enable_prefix_caching`).
         tensor_parallel: several ranks can generate together (`tensor_model_parallel_size`).
         batch_invariant: it supports `rollout.deterministic`.
+        fp8: it generates with the layers of `model.quantization=fp8`.
         shares_weights: it can generate with the trainer's module.
         merges_adapters: it merges LoRA adapters, whatever their layers are.
         own_memory_share: it reserves `gpu_memory_utilization` of the device when it wakes up.
@@ -52,6 +53,7 @@ class EngineTraits:
     own_scheduler: bool | None = None
     tensor_parallel: bool = True
     batch_invariant: bool = False
+    fp8: bool = False
     shares_weights: bool = False
     merges_adapters: bool = False
     own_memory_share: bool = False

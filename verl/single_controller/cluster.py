@@ -117,7 +117,7 @@ def _fix(role: str, configured: Mapping[str, Sequence[int]], nnodes: int, total:
     devices = configured[role]
     if not devices or min(devices) < 0 or max(devices) < total:
         return ""
-    per_node = -(-(max(devices) + 1) // nnodes)
+    per_node = -(-(max(map(max, configured.values())) + 1) // nnodes)
     other_devices = sorted(set(range(nnodes * per_node)) - set(devices))
     actor = "" if "actor" in configured or not other_devices else f", and placement.actor_devices={other_devices}"
     return f": use trainer.n_gpus_per_node={per_node}, which counts the processes of all roles{actor}"

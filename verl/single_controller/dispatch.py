@@ -429,6 +429,11 @@ def register(
     return mark
 
 
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> str:
+    """The dispatch mode of public verl for a mesh: samples are split over the data-parallel ranks of the worker."""
+    return Dispatch.DP_COMPUTE_PROTO
+
+
 def registered_methods(cls: type) -> dict[str, Registered]:
     """The registered methods of a class by name, including inherited ones and unmarked overrides of these."""
     methods: dict[str, Registered] = {}

@@ -89,11 +89,13 @@ class WorkerSpec:
         kwargs: Keyword arguments of the constructor; picklable if the worker runs in another process.
         imports: The user's files and modules, which each process imports first: they may register engines, losses and
             agent loops, or define the model.
+        attributes: Attributes that the worker has before its `__init__` runs.
     """
 
     cls: type[Worker] | tuple[str, str]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     imports: tuple[str, ...] = ()
+    attributes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def worker_class(self) -> type[Worker]:
@@ -113,7 +115,7 @@ class WorkerSpec:
             import_module(address)
         cls = self.worker_class
         worker = cls.__new__(cls)
-        worker.rank_env = rank_env
+        vars(worker).update(self.attributes, rank_env=rank_env)
         worker.__init__(**self.kwargs)
         return worker
 

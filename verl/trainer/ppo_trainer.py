@@ -31,6 +31,7 @@ from verl.trainer.output.samples import (
     step_record,
 )
 from verl.trainer.ppo.canary import Canary
+from verl.trainer.ppo.distillation import distill
 from verl.trainer.ppo.flow import (
     PPORunner,
     build_ppo_flow,
@@ -70,6 +71,7 @@ class PPOTrainer(Trainer):
         model: a model object of transformers that training starts from, with its tokenizer, instead of
             actor_rollout_ref.model.path. It is written to trainer.default_local_dir and is not changed.
         tokenizer: None: that of the model.
+        train_sampler: a torch sampler that decides the order of the prompts; None: data.sampler, or data.shuffle.
         val_reward_fn: the same, for validation; None: the reward of training.
         cluster: where the workers run; None: chosen by trainer.backend and the number of processes.
         use_critic, use_reference_policy, use_rm: override the config keys of these names; None: not set.
@@ -96,6 +98,7 @@ class PPOTrainer(Trainer):
         val_reward_fn: Any = None,
         model: Any = None,
         tokenizer: Any = None,
+        train_sampler: Any = None,
         cluster: Cluster | None = None,
         use_critic: bool | None = None,
         use_reference_policy: bool | None = None,
@@ -118,6 +121,7 @@ class PPOTrainer(Trainer):
             backend=self.backend,
         )
         inputs = run.inputs = load_inputs(run, tokenizer)
+        inputs.sampler = train_sampler if train_sampler is not None else inputs.sampler
         run_checks(run, INPUTS)
         self.train_dataset, self.val_dataset = inputs.train_dataset, inputs.val_dataset
         self.reward_manager = self.val_reward_manager = inputs.reward_manager
@@ -152,6 +156,8 @@ class PPOTrainer(Trainer):
             from verl.trainer.ppo.dynamic_sampling import sample_dynamically
 
             sample_dynamically(flow, self.config, self.tokenizer.pad_token_id)
+        if self.config.distillation.enabled:
+            distill(flow, self.config, self.roles)
         return correct_rollout(flow, self.config)
 
     def make_runner(self) -> PPORunner:

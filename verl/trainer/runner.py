@@ -44,6 +44,7 @@ class FlowRunner:
             timings.update(self.pipeline.timings)
             seconds += self.pipeline.seconds
             if batch is not HOLD:
+                self.view.source.update(batch)
                 return batch, dict(timings), seconds
             if self.view.interrupted is not None:
                 raise UnfinishedStep(self.view.step)

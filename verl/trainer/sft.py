@@ -1,20 +1,21 @@
 """Supervised fine-tuning (SFT) on the same loop: samples -> update."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.algorithms.masked import masked_sum
 from verl.config import schema
 from verl.config.sources import Overrides
-from verl.data.sft_dataset import SFTDataset
+from verl.data.sft_dataset import SFTDataset, collate_sft
 from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.single_controller import WorkerSpec
 from verl.single_controller.cluster import Cluster, ResourcePool
 from verl.tracking.tracking import setup_logging
 from verl.trainer.base import Trainer
-from verl.trainer.checks.preflight import INPUTS, Recipe, Settings, run_checks
+from verl.trainer.checks.preflight import INPUTS, Recipe, Settings, recipe_of, run_checks
 from verl.trainer.startup.arguments import prepare_run
 from verl.trainer.startup.inputs import load_sft_inputs, prompt_source
 from verl.trainer.state.checkpointing import describe_saving
@@ -38,6 +39,10 @@ class SFTTrainer(Trainer):
     """
 
     saved_roles = ("actor",)
+    #: what a subclass adds to the configuration
+    recipe: ClassVar[Recipe] = Recipe("SFT", schema=schema.SFTConfig)
+    dataset_class: ClassVar[type[SFTDataset]] = SFTDataset
+    collate = staticmethod(collate_sft)
 
     def __init__(
         self,
@@ -56,7 +61,7 @@ class SFTTrainer(Trainer):
             config,
             config_path,
             overrides,
-            Recipe(schema=schema.SFTConfig),
+            recipe_of(type(self)),
             train_dataset=train_dataset,
             val_dataset=val_dataset,
             model=model,
@@ -64,19 +69,20 @@ class SFTTrainer(Trainer):
             cluster=cluster,
             backend="local",
         )
-        inputs = run.inputs = load_sft_inputs(run, tokenizer)
+        inputs = run.inputs = load_sft_inputs(run, tokenizer, self.dataset_class, self.collate)
         run_checks(run, INPUTS)
         self.train_dataset, self.val_dataset = inputs.train_dataset, inputs.val_dataset
         super().__init__(run, prompt_source(run.config.data, inputs))
 
+    def worker_specs(self) -> dict[str, WorkerSpec]:
+        """Role -> worker spec; all roles share their processes."""
+        return {"actor": WorkerSpec(SFTWorker, {"config": self.config, "total_training_steps": self.total_steps})}
+
     def init_workers(self) -> None:
         pool = ResourcePool("actor", (self.config.trainer.n_gpus_per_node,))
-        spec = WorkerSpec(
-            SFTWorker,
-            {"config": self.config, "total_training_steps": self.total_steps},
-            imports=tuple(self.config.imports),
-        )
-        self.roles.update(self.cluster.start({"actor": [("actor", pool)]}, {"actor": spec}))
+        imports = tuple(self.config.imports)
+        specs = {role: replace(spec, imports=imports) for role, spec in self.worker_specs().items()}
+        self.roles.update(self.cluster.start({"actor": [(role, pool) for role in specs]}, specs))
 
     def build_flow(self) -> DataFlow:
         def update(batch: DataProto) -> None:
@@ -91,10 +97,11 @@ class SFTTrainer(Trainer):
         logger.info("%s", self._first_row())
 
     def plan(self) -> str:
+        trainer = self.config.trainer
         return (
-            f"would train {self.total_steps} steps of SFT from {self.config.model.path} with {self.world_size} "
-            f"process{'es' * (self.world_size > 1)}; data: {self.source.describe('samples')}; checkpoints: "
-            f"{describe_saving(self.config.trainer)}, in {self.config.trainer.default_local_dir}\n{self._first_row()}"
+            f"would train {self.total_steps} steps of {self.recipe.name} from {self.config.model.path} with "
+            f"{self.world_size} process{'es' * (self.world_size > 1)}; data: {self.source.describe('samples')}; "
+            f"checkpoints: {describe_saving(trainer)}, in {trainer.default_local_dir}\n{self._first_row()}"
         )
 
     def _first_row(self) -> str:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import psutil
 import torch
@@ -125,6 +126,17 @@ def get_torch_device() -> ModuleType:
 def get_nccl_backend() -> str:
     """The backend of process groups: `nccl` with a GPU, otherwise `gloo`."""
     return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def get_device_capability(device_id: int = 0) -> tuple[int | None, int | None]:
+    """Compute capability (major, minor) of a GPU; (None, None) without one."""
+    return torch.cuda.get_device_capability(device_id) if torch.cuda.is_available() else (None, None)
+
+
+def auto_set_device(config: Any) -> None:
+    """Set `trainer.device` to cuda if there is a GPU, unless it is cpu."""
+    if torch.cuda.is_available() and config.trainer.device != "cpu":
+        config.trainer.device = "cuda"
 
 
 def __getattr__(name: str) -> bool:

@@ -29,6 +29,13 @@ def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs) -> 
         expanded(name).mkdir(mode, parents=True, exist_ok=exist_ok)
 
 
+def local_mkdir_safe(path: str) -> str:
+    """Create a local folder and its parents unless they exist. Returns its absolute path."""
+    folder = expanded(path).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder)
+
+
 def copy(src: str, dst: str, **kwargs) -> bool:
     """Copy a file or folder between local paths and HDFS. An existing target is overwritten.
 

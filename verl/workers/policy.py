@@ -8,10 +8,11 @@ import torch
 
 import verl.weight_sync as weight_sync  # loads a method at its first use
 from verl.algorithms.actor_loss import actor_loss
+from verl.algorithms.distillation import TOP_K
 from verl.algorithms.masked import LossAggregation
 from verl.algorithms.policy_losses import get_policy_loss_fn
 from verl.config import schema
-from verl.engines.base import REPLAYS, MicroBatching, Objective, TrainEngine
+from verl.engines.base import NUM_CANDIDATES, REPLAYS, MicroBatching, Objective, TrainEngine
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import free_port
@@ -27,6 +28,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
 
     Args:
         correction: for losses that read it.
+        distillation: the section `distillation.distillation_loss`; None: no distillation.
         hosts_rollout: whether this process also generates.
         **generation: stop_token_ids, stop and tokenizer, as for `Rollout`.
     """
@@ -39,12 +41,14 @@ class ActorWorker(RolloutMethods, EngineWorker):
         device: str,
         total_training_steps: int,
         pad_token_id: int,
+        distillation: Mapping[str, Any] | None = None,
         hosts_rollout: bool = True,
         **generation: Any,
     ):
         self.config = config
         self.checkpoint = config.actor.checkpoint
         self.correction = correction
+        self.distillation = distillation
         self.device = resolve_device(device, self.local_rank)
         self.engine: TrainEngine = self.build_engine(
             config.actor.strategy,
@@ -152,7 +156,8 @@ class ActorWorker(RolloutMethods, EngineWorker):
             for mini in update.mini_batches:
                 mask = mini.batch["response_mask"]
                 agg = aggregation(actor.loss_agg_mode or "token-mean", mask, self.engine, actor.loss_scale_factor)
-                objective = policy_objective(actor.policy_loss.loss_mode, settings, agg, old_is_current)
+                loss_mode = actor.policy_loss.loss_mode
+                objective = policy_objective(loss_mode, settings, agg, old_is_current, self.distillation)
                 update.add(self.engine.train_batch(mini, objective, micro, self.config.rollout.temperature))
         metrics = update.finish()
         (peak,) = self.engine.max_over_ranks([peak_memory(self.device) / 2**30])
@@ -161,13 +166,19 @@ class ActorWorker(RolloutMethods, EngineWorker):
 
 
 def policy_objective(
-    loss_mode: str, settings: Mapping[str, Any], agg: LossAggregation, old_is_current: bool = False
+    loss_mode: str,
+    settings: Mapping[str, Any],
+    agg: LossAggregation,
+    old_is_current: bool = False,
+    distillation: Mapping[str, Any] | None = None,
 ) -> Objective:
     """`actor_loss` with the model outputs that it reads. See `actor_loss` for the arguments."""
     get_policy_loss_fn(loss_mode)  # an unknown name fails here
-    loss = partial(actor_loss, loss_mode=loss_mode, settings=settings, agg=agg, old_is_current=old_is_current)
+    fixed = {"settings": settings, "agg": agg, "old_is_current": old_is_current, "distillation": distillation}
     needs = ("log_probs", "entropys") if settings["entropy_coeff"] or old_is_current else ("log_probs",)
-    return Objective(loss, needs)
+    if distillation is not None and distillation["loss_mode"] == TOP_K:
+        needs += ("candidate_log_probs",)
+    return Objective(partial(actor_loss, loss_mode=loss_mode, **fixed), needs)
 
 
 class RefWorker(EngineWorker):
@@ -175,9 +186,14 @@ class RefWorker(EngineWorker):
 
     def __init__(self, config: schema.ActorRolloutRefConfig, *, device: str):
         self.config = config
-        self.engine = self.build_engine(
+        self.engine = self.frozen_engine(config.model, device)
+
+    def frozen_engine(self, model: schema.ModelConfig, device: str) -> TrainEngine:
+        """An engine without an optimizer, with the settings of the reference policy."""
+        config = self.config
+        return self.build_engine(
             config.ref.strategy,
-            config.model,
+            model,
             config.ref.engine,
             device=device,
             deterministic=config.rollout.deterministic,
@@ -188,6 +204,25 @@ class RefWorker(EngineWorker):
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Column ref_log_prob."""
         return _ref_log_prob(self.engine, self.config, batch)
+
+
+class TeacherWorker(RefWorker):
+    """The frozen teachers of distillation. models: teacher -> its `model` section."""
+
+    def __init__(self, config: schema.ActorRolloutRefConfig, models: Mapping[str, schema.ModelConfig], *, device: str):
+        self.config = config
+        self.engines = {key: self.frozen_engine(model, device) for key, model in models.items()}
+        self.engine = next(iter(self.engines.values()))  # all of them have the same layout
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_teacher_log_prob(self, batch: DataProto) -> DataProto:
+        """Column teacher_log_probs of the teacher meta_info["teacher"]; with meta_info[NUM_CANDIDATES], also
+        candidate_ids and teacher_candidate_log_probs."""
+        names = {"log_probs": "teacher_log_probs"}
+        if NUM_CANDIDATES in batch.meta_info:
+            names |= {"candidate_ids": "candidate_ids", "candidate_log_probs": "teacher_candidate_log_probs"}
+        values = _infer(self.engines[batch.meta_info["teacher"]], self.config, self.config.ref, batch, tuple(names))
+        return DataProto.from_dict({column: values[name] for name, column in names.items()})
 
 
 def _ref_log_prob(engine: TrainEngine, config: schema.ActorRolloutRefConfig, batch: DataProto) -> DataProto:

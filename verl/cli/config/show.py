@@ -1,6 +1,6 @@
 """`verl config` explain, show, diff and convert.
 
-verl config explain [--of ppo|sft|generation|evaluation] [WORD ...]: every key, its type, default and help. With words:
+verl config explain [--of ppo|sft|dpo|rm|...] [WORD ...]: every key, its type, default and help. With words:
 only the keys whose line contains all of them, ignoring case. The table is Markdown.
 """
 
@@ -21,6 +21,7 @@ from verl.config.public.convert import Conversion, convert, read_source
 from verl.config.public.trl import key_of
 from verl.config.public.upstream import upstream_key
 from verl.config.schema.offline import EvalConfig, GenerationConfig
+from verl.config.schema.preference import DPOConfig, RMConfig
 from verl.config.schema.sft import SFTConfig
 from verl.processes.streams import command_output
 from verl.registry import did_you_mean
@@ -33,6 +34,8 @@ from verl.utils.redaction import redacted
 SCHEMAS: dict[str, type[Schema]] = {
     "ppo": Config,
     "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "rm": RMConfig,
     "generation": GenerationConfig,
     "evaluation": EvalConfig,
 }

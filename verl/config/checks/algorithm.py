@@ -9,6 +9,7 @@ from pathlib import Path
 from verl.config.errors import Problem
 from verl.config.fields import fields_of
 from verl.config.schema.ppo import Config
+from verl.engines.traits import strategy_traits
 
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
@@ -107,6 +108,34 @@ def check_losses(config: Config) -> Iterator[Problem]:
     lower, upper = loss.clip_cov_lb, loss.clip_cov_ub
     if lower >= upper:
         yield Problem(section + "clip_cov_lb", f"found {lower}, expected less than clip_cov_ub={upper}")
+
+
+def check_distillation(config: Config) -> Iterator[Problem]:
+    """Distillation has teachers, and a loss with which the policy can learn from them."""
+    distillation, policy = config.distillation, config.actor_rollout_ref
+    if not distillation.enabled:
+        return
+    teachers, loss, section = distillation.teacher_models, distillation.distillation_loss, "distillation."
+    if not teachers:
+        yield Problem(section + "teacher_models", "no teacher: set distillation.teacher_models.NAME.model_path")
+    if len(distillation.teachers_by_key) < len(teachers):
+        yield Problem(section + "teacher_models", "two teachers have the same key: use one key per teacher")
+    for name in (name for name, teacher in teachers.items() if teacher.model_path is None):
+        yield Problem(f"{section}teacher_models.{name}.model_path", "missing: set it to a model folder or a Hub id")
+    if loss.loss_mode in ("k1", "kl") and not loss.use_policy_gradient:
+        yield Problem(
+            section + "distillation_loss.loss_mode",
+            f"{loss.loss_mode}, but its gradient does not depend on the teacher: use use_policy_gradient=true, or k2",
+        )
+    on_server = any(teacher.server_url is not None for teacher in teachers.values())
+    if on_server and policy.rollout.temperature != 1:
+        yield Problem(
+            _ROLLOUT + "temperature",
+            f"found {policy.rollout.temperature}, but a teacher on a server computes log-probs at temperature 1: use 1",
+        )
+    for key, strategy in ((_ACTOR, policy.actor.strategy), ("actor_rollout_ref.ref.", policy.ref.strategy)):
+        if distillation.num_candidates and not strategy_traits(strategy).candidates:
+            yield Problem(f"{key}strategy", f"{strategy} does not support the loss forward_kl_topk: use fsdp, or k2")
 
 
 def algorithm_notes(config: Config) -> Iterator[str]:

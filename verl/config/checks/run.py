@@ -6,10 +6,11 @@ from pathlib import PurePath
 from typing import Any
 
 from verl.config.errors import Problem, format_value
-from verl.config.fields import Schema, derived_fields, differences, flatten, to_flat_dict
+from verl.config.fields import Schema, Section, derived_fields, differences, flatten, to_flat_dict
 from verl.config.public.upstream import upstream_engines
 from verl.config.schema.megatron import MegatronConfig
 from verl.config.schema.model import EngineConfig, ModelConfig
+from verl.config.schema.offline import GenerationConfig
 from verl.config.schema.ppo import Config
 from verl.config.schema.sft import SFTConfig
 from verl.engines.traits import built_in_strategies, strategy_traits
@@ -131,6 +132,18 @@ def check_dataset_class(config: Config | SFTConfig) -> Iterator[Problem]:
         yield Problem("data.custom_cls.name", f"path is {path!r} and name is {name!r}: set both or neither")
 
 
+def check_sampler(config: Config) -> Iterator[Problem]:
+    """A custom sampler has a file and a name, and is the only source of the order."""
+    sampler = config.data.sampler
+    if (sampler.class_path is None) != (sampler.class_name is None):
+        yield Problem(
+            "data.sampler.class_name",
+            f"class_path is {sampler.class_path!r} and class_name is {sampler.class_name!r}: set both or neither",
+        )
+    if sampler.class_path and config.data.train_weights:
+        yield Problem("data.sampler.class_path", "decides the order, as data.train_weights does: remove one of them")
+
+
 def check_kernels(config: Config) -> Iterator[Problem]:
     """One source of fused kernels per model."""
     policy, critic = config.actor_rollout_ref, config.critic
@@ -159,6 +172,35 @@ def check_adapters(config: Config | SFTConfig) -> Iterator[Problem]:
         if model.freeze_vision_tower and isinstance(role.engine, MegatronConfig):
             message = "true, but strategy=megatron does not support vision-language models: use false, or strategy=fsdp"
             yield Problem(f"{key}.freeze_vision_tower", message)
+
+
+_FP8 = {"lora_rank": (0,), "lora_adapter_path": (None,), "use_liger": (False,), "use_torch_compile": (False,)}
+_FP8 |= {"tensor_parallel_size": (1,), "expert_parallel_size": (1,), "tensor_model_parallel_size": (1,)}
+_FP8 |= {"dtype": ("auto", "bf16", "bfloat16", "fp32", "float32")}
+"""Key of a model or of its engines -> the values that `model.quantization=fp8` supports."""
+
+
+def check_fp8(config: Config | SFTConfig | GenerationConfig) -> Iterator[Problem]:
+    """Settings that `model.quantization=fp8` does not support."""
+    values: dict[str, tuple[Any, tuple]] = {}
+    sections: dict[str, Section] = {}
+    generates_only = isinstance(config, GenerationConfig)
+    for role in [] if generates_only else model_roles(config):
+        if role.model.quantization == "fp8":
+            sections |= {role.model_key: role.model, role.engine_key: role.engine}
+            names = tuple(name for name, traits in built_in_strategies().items() if traits.model_parallel is False)
+            values[f"{role.prefix or 'engine.'}strategy"] = role.strategy, names
+    policy = config if generates_only else getattr(config, "actor_rollout_ref", None)
+    if policy is not None and policy.model.quantization == "fp8":
+        key = "rollout" if generates_only else "actor_rollout_ref.rollout"
+        sections[key] = policy.rollout
+        values[f"{key}.name"] = policy.rollout.name, tuple(n for n, each in built_in_engines().items() if each.fp8)
+    for key, section in sections.items():
+        values |= {f"{key}.{name}": (section[name], _FP8[name]) for name in _FP8.keys() & type(section).model_fields}
+    for key, (value, supported) in values.items():
+        if value not in supported:
+            use = " or ".join(map(format_value, supported))
+            yield Problem(key, f"{format_value(value)} is not supported with model.quantization=fp8: use {use}")
 
 
 # ---- registered names -----------------------------------------------------------------------------------------------

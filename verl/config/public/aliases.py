@@ -1,14 +1,11 @@
-"""All aliases of config fields. No other file defines aliases.
-
-Three kinds: short names (as good as the long ones), deprecated names (accepted, with a warning), and names whose value
-is computed. A name that ends in `.*` renames everything below it.
-"""
+"""All aliases of config fields: the names of `aliases.toml`, and here those whose value is computed."""
 
 import math
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from verl.compat.moved import read_renames
 from verl.config.fields import Aliases, Lookup
 
 Computed = Callable[[Any, Lookup], dict[str, Any]]
@@ -28,79 +25,8 @@ def _in_transformer_config(section: str) -> dict[str, str]:
     return {f"{section}.override_transformer_config.{key}": f"{section}.{key}" for key in _PARALLEL}
 
 
-# --------------------------------------------------------------------------------------------------------- short names
-# the lines of a table: "section -> new section: key", or "key:new key" if it has another name there
-_SHORT = {
-    "reward_function": "reward.reward_function",
-    "use_critic": "critic.enable",
-    "use_reference_policy": _ARR + "ref.enable",
-    "use_rm": "reward.reward_model.enable",
-    **read_renames("""
-algorithm -> actor_rollout_ref.actor: clip_range:clip_ratio
-algorithm -> critic: value_loss_coef
-model -> actor_rollout_ref.model: pretrain_model_path:path
-model -> reward: reward_function
-data -> data: train_path:train_files answer_key:ground_truth_key
-engine -> critic: critic_type:strategy
-engine -> trainer: num_gpus:n_gpus_per_node
-async_training -> trainer.async: partial_rollout
-rollout -> actor_rollout_ref.rollout: nnodes n_gpus_per_node
-rollout -> trainer: total_epochs
-actor_rollout -> actor_rollout_ref: model_name_or_path:model.path fsdp_config.*:actor.fsdp_config.*
-actor_rollout_ref.actor -> actor_rollout_ref.actor: megatron.router_replay.mode:router_replay.mode
-actor_rollout_ref.model -> actor_rollout_ref.model: override_config.model_config.*:override_config.*
-critic.model -> critic.model: override_config.model_config.*:override_config.*
-critic -> critic: model_name_or_path:model.path
-trainer -> critic: use_critic:enable
-trainer -> actor_rollout_ref.ref: use_reference_policy:enable
-trainer -> reward.reward_model: use_rm:enable
-"""),
-    **_in_transformer_config(_ARR + "actor.megatron"),
-    **_in_transformer_config(_ARR + "ref.megatron"),
-    **_in_transformer_config("critic.megatron"),
-}
-
-# ---------------------------------------------------------------------------------------------------- deprecated names
-_DEPRECATED = {
-    "custom_reward_function.*": "reward.custom_reward_function.*",
-    "sandbox_fusion.*": "reward.sandbox_fusion.*",
-    **read_renames("""
-reward -> reward: reward_manager:reward_manager.name reward_kwargs.overlong_buffer_cfg.*:reward_kwargs.overlong_buffer.*
-reward_model -> reward: sandbox_fusion.* reward_kwargs.* num_workers reward_manager:reward_manager.name
-reward_model -> reward: reward_loop_source:reward_manager.source reward_loop_class_name:reward_manager.name
-reward_model -> reward: reward_loop_module_path:reward_manager.module.path sandbox_fusion_url:sandbox_fusion.url
-reward_model -> reward: overlong_buffer.*:reward_kwargs.overlong_buffer.*
-reward_model -> reward.reward_model: enable model.path:model_path model_path use_dynamic_bsz micro_batch_size
-reward_model -> reward.reward_model: micro_batch_size_per_gpu forward_max_token_len_per_gpu
-reward_model.model -> reward.reward_model: trust_remote_code use_remove_padding fsdp_config.*:fsdp.*
-reward_model -> reward.reward_model.fsdp: param_offload ulysses_sequence_parallel_size
-trainer -> trainer: val_generations_to_log_to_wandb:log_val_generations
-actor_rollout_ref.rollout -> actor_rollout_ref.rollout.checkpoint_engine: update_weights_bucket_megabytes
-actor_rollout_ref.rollout -> actor_rollout_ref.rollout: multi_turn.max_turns:multi_turn.max_assistant_turns
-actor_rollout_ref.actor -> actor_rollout_ref.model: freeze_vision_tower use_remove_padding use_fused_kernels
-actor_rollout_ref.actor -> actor_rollout_ref.actor: grad_clip:optim.clip_grad fsdp_config.strategy:strategy
-actor_rollout_ref.actor -> actor_rollout_ref.actor: optim.warmup_style:optim.lr_scheduler_type
-actor_rollout_ref.actor -> actor_rollout_ref.actor: checkpoint.contents:checkpoint.save_contents
-actor_rollout_ref.actor.fsdp_config -> actor_rollout_ref.actor.fsdp_config: mixed_precision.param_dtype:dtype
-actor_rollout_ref.actor -> actor_rollout_ref.actor.fsdp_config: ulysses_sequence_parallel_size use_torch_compile
-actor_rollout_ref.ref -> actor_rollout_ref.ref: fsdp_config.strategy:strategy
-actor_rollout_ref.ref -> actor_rollout_ref.ref.fsdp_config: ulysses_sequence_parallel_size use_torch_compile
-actor_rollout_ref.ref -> actor_rollout_ref.ref.fsdp_config: param_offload
-actor_rollout_ref.ref.fsdp_config -> actor_rollout_ref.ref.fsdp_config: mixed_precision.param_dtype:dtype
-actor_rollout_ref.actor -> actor_rollout_ref.rollout: rollout_n:n
-actor_rollout_ref.ref -> actor_rollout_ref.rollout: rollout_n:n
-critic -> actor_rollout_ref.rollout: rollout_n:n
-critic -> critic: grad_clip:optim.clip_grad optim.warmup_style:optim.lr_scheduler_type fsdp.strategy:strategy
-critic -> critic: checkpoint.contents:checkpoint.save_contents fsdp.mixed_precision.param_dtype:fsdp.dtype
-critic -> critic: fsdp_config.*:fsdp.* model.fsdp_config.*:fsdp.*
-critic -> critic.fsdp: ulysses_sequence_parallel_size
-ray_init -> ray_kwargs.ray_init: num_cpus
-actor_rollout_ref.model -> actor_rollout_ref.model: override_config.chat_template:custom_chat_template
-data -> actor_rollout_ref.model: tokenizer:tokenizer_path trust_remote_code
-"""),
-    _ARR + "model.external_lib": "imports",
-    "critic.model.external_lib": "imports",
-}
+#: schema -> kind -> name -> field
+_TABLES = tomllib.loads((Path(__file__).parent / "aliases.toml").read_text(encoding="utf-8"))
 
 
 # ------------------------------------------------------------------------------------------------------ computed values
@@ -146,7 +72,7 @@ def _if_true(settings: dict[str, Any]) -> Computed:
     return lambda value, lookup: settings if _bool(value) else {}
 
 
-_DEVICE_KEYS = "actor_devices, rollout_devices, ref_devices, critic_devices, reward_devices"
+_DEVICE_KEYS = "actor_devices, rollout_devices, ref_devices, critic_devices, reward_devices, teacher_devices"
 _prox_log_probs = _if_true({_ARR + "actor.old_log_prob_pass": "always"})
 
 
@@ -315,7 +241,13 @@ def _megatron_optimizer(section: str) -> dict[str, Computed]:
     }
 
 
+def _device(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """Scripts for Ascend NPUs run on NVIDIA GPUs, as in public verl, which takes the device that the host has."""
+    return {"trainer.device": "cuda" if value == "npu" else value}
+
+
 _COMPUTED = {
+    "trainer.device": _device,
     "placement": _one_of({"auto": {"placement.auto": True}}, f"a section with the keys {_DEVICE_KEYS}, or auto"),
     "trainer.v1.fully_async.staleness_threshold": _handled_elsewhere,
     "trainer.v1.fully_async.parameter_sync_step": _handled_elsewhere,
@@ -376,7 +308,13 @@ NULL_IS_DEFAULT = {
     *(section + "lr_warmup_steps" for section in _OPTIM),
 }
 
-RL = Aliases(_SHORT, _DEPRECATED, _COMPUTED)
+_MEGATRON_SECTIONS = (_ARR + "actor.megatron", _ARR + "ref.megatron", "critic.megatron")
+RL = Aliases(
+    {alias: key for section in _MEGATRON_SECTIONS for alias, key in _in_transformer_config(section).items()}
+    | _TABLES["rl"]["short"],
+    _TABLES["rl"]["deprecated"],
+    _COMPUTED,
+)
 
 
 def _chats(value: Any, lookup: Lookup) -> dict[str, Any]:
@@ -401,25 +339,11 @@ SFT = Aliases(
     short={
         **{f"engine.{key}": f"engine.megatron.{key}" for key in _OF_MEGATRON_SFT},
         **_in_transformer_config("engine.megatron"),
-        "data.num_workers": "data.dataloader_num_workers",
+        **_TABLES["sft"]["short"],
     },
-    deprecated={
-        "model.external_lib": "imports",
-        "ulysses_sequence_parallel_size": "engine.ulysses_sequence_parallel_size",
-        "use_remove_padding": "model.use_remove_padding",
-        "trainer.checkpoint.*": "checkpoint.*",
-        **read_renames("""
-model -> model: partial_pretrain:path
-model -> engine: strategy fsdp_config.*:*
-engine -> engine: mixed_precision.param_dtype:dtype
-optim -> optim: warmup_style:lr_scheduler_type lr_scheduler:lr_scheduler_type
-optim -> optim: warmup_steps_ratio:lr_warmup_steps_ratio
-data -> model: chat_template:custom_chat_template
-data -> data: multiturn.tools_key:tools_key multiturn.enable_thinking_key:enable_thinking_key
-trainer -> trainer: resume_path:resume_from_path
-"""),
-    },
+    deprecated=_TABLES["sft"]["deprecated"],
     computed={
+        "trainer.device": _device,
         "data.multiturn.enable": _chats,
         "data.multiturn.messages_key": _handled_elsewhere,
         "engine.cpu_offload": _cpu_offload,
@@ -431,13 +355,7 @@ trainer -> trainer: resume_path:resume_from_path
     },
 )
 
-OFFLINE = Aliases(deprecated={"model.external_lib": "imports"})
+OFFLINE = Aliases(deprecated=_TABLES["eval"]["deprecated"])
 
 #: evaluation accepts the old name of the reward function without a warning
-EVAL = Aliases(
-    short={
-        "custom_reward_function.*": "reward.custom_reward_function.*",
-        "reward_function": "reward.reward_function",
-    },
-    deprecated=OFFLINE.deprecated,
-)
+EVAL = Aliases(**_TABLES["eval"])

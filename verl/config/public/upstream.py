@@ -86,12 +86,17 @@ def ignored_key(key: str, schema: str | None, *, has_field: bool) -> UpstreamKey
         key: dotted key.
         schema: as in `upstream_key`.
         has_field: the schema has a field for the key, such as a free mapping above it; then only an entry of exactly
-            this key counts.
+            this key counts, or a pattern that begins with the name of a section.
     """
-    if has_field and (schema is None or key not in _unsupported(schema)):
+    if has_field and (schema is None or not (key in _unsupported(schema) or _is_below_pattern(key))):
         return None
     entry = upstream_key(key, schema)
     return entry if entry and entry.ignored else None
+
+
+def _is_below_pattern(key: str) -> bool:
+    patterns = (pattern for pattern in _content()["patterns"] if key.split(".")[0] == pattern.split(".")[0])
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def upstream_defaults(schema: str = "ppo") -> dict[str, Any]:

@@ -6,6 +6,7 @@ _HOME = {
     "verl.config.schema.actor": "ActorConfig CriticConfig PolicyLossConfig RefConfig",
     "verl.config.schema.algorithm": "AlgorithmConfig FilterGroupsConfig KLControlConfig RolloutCorrectionConfig",
     "verl.config.schema.data": "CustomClassConfig DataConfig MediaSection",
+    "verl.config.schema.distillation": "DistillationConfig DistillationLossConfig TeacherConfig",
     "verl.config.schema.megatron": "MegatronConfig MegatronTransformerConfig RefMegatronConfig",
     "verl.config.schema.model": (
         "ActorCheckpointConfig CheckpointConfig CriticCheckpointConfig CriticModelConfig CriticOptimConfig "
@@ -16,6 +17,7 @@ _HOME = {
         "GenerationRolloutConfig OfflineTrainerConfig"
     ),
     "verl.config.schema.ppo": "ActorRolloutRefConfig Config",
+    "verl.config.schema.preference": "DPOConfig PreferenceDataConfig PreferenceLossConfig RMConfig",
     "verl.config.schema.reward": (
         "CustomRewardFunctionConfig ManagerModuleConfig RewardConfig RewardManagerConfig RewardModelConfig"
     ),

@@ -24,6 +24,13 @@ class DatasetClassConfig(CustomClassConfig):
     )
 
 
+class SamplerConfig(Section):
+    """`data.sampler`: a custom order of the training prompts."""
+
+    class_path: FilePath | None = field(None, "Python file or module")
+    class_name: str | None = field(None, "name of the class, a verl.data.samplers.AbstractSampler")
+
+
 BAD_ROWS = "training rows that may be dropped because they cannot be used; they are listed in bad_rows.jsonl"
 
 
@@ -66,6 +73,7 @@ class DataConfig(MediaSection):
     seed: int = field(42, "shuffle seed", default_from="${trainer.seed}", ge=0, le=2**62)
     dataloader_num_workers: int | None = field(None, NUM_WORKERS, ge=0)
     custom_cls: DatasetClassConfig = section(DatasetClassConfig, "custom dataset class that replaces RLHFDataset")
+    sampler: SamplerConfig = section(SamplerConfig, "custom order of the prompts, instead of shuffle and seed")
     apply_chat_template_kwargs: dict[str, Any] = field({}, "arguments of the chat template, such as enable_thinking")
     tool_config_path: FilePath | None = field(
         None,

@@ -59,8 +59,10 @@ class ModelConfig(Section):
     )
     freeze_vision_tower: bool = field(False, "do not train the vision tower of a vision-language model")
     lora_adapter_path: FilePath | None = field(None, "LoRA adapter to start from")
-    quantization: Literal["nf4"] | None = field(
-        None, "store the frozen weights of linear layers under LoRA adapters in 4 bits (QLoRA); needs bitsandbytes"
+    quantization: Literal["nf4", "fp8"] | None = field(
+        None,
+        "nf4: frozen weights of linear layers under LoRA adapters in 4 bits (QLoRA; needs bitsandbytes); fp8: training "
+        "and generation compute linear layers in FP8, all weights are trained",
     )
 
     @property

@@ -12,6 +12,7 @@ from verl.config.public.aliases import RL
 from verl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from verl.config.schema.algorithm import AlgorithmConfig
 from verl.config.schema.data import DataConfig
+from verl.config.schema.distillation import DistillationConfig
 from verl.config.schema.model import ModelConfig
 from verl.config.schema.reward import RewardConfig
 from verl.config.schema.rollout import RolloutConfig
@@ -42,6 +43,9 @@ class Config(RunSchema):
     critic: CriticConfig = section(CriticConfig, "the value model")
     reward: RewardConfig = section(RewardConfig, "how responses are scored")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "from scores to advantages")
+    distillation: DistillationConfig = section(
+        DistillationConfig, "teachers of the policy", active_when=("distillation.enabled", True)
+    )
     trainer: TrainerConfig = section(TrainerConfig, "the run")
     placement: PlacementConfig = section(PlacementConfig, "devices of the roles")
     imports: StrList = field([], "Python files or modules that every process imports first (custom code)")

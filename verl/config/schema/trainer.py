@@ -167,6 +167,7 @@ class PlacementConfig(Section):
     ref_devices: list[int] | None = field(None, "devices of the reference")
     critic_devices: list[int] | None = field(None, "devices of the critic")
     reward_devices: list[int] | None = field(None, "devices of the reward model")
+    teacher_devices: list[int] | None = field(None, "devices of the teachers of distillation")
     auto: bool = field(False, "let the planner choose the devices of all roles, and the size of rollout engines")
 
 

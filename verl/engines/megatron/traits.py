@@ -21,5 +21,6 @@ TRAITS = TrainTraits(
     PACKAGE,
     model_parallel=True,
     router_replay=True,
+    candidates=False,
     check_device="verl.engines.megatron.runtime:check_device",
 )

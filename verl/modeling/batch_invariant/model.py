@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.activations import ACT2FN
 
+from verl.modeling import fp8
 from verl.modeling.attention import packed_attention
 from verl.modeling.batch_invariant import chunked
 from verl.modeling.batch_invariant.attention import Attend, attend_rows
@@ -100,12 +101,47 @@ class _Linear:
 
     def __init__(self, module: nn.Linear):
         self.module = module
-        self.cast: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self.cast: tuple[torch.Tensor | None, ...] | None = None
+
+    def computed(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
+        """The parameters in the dtype of the computation."""
+        return tuple(x if x is None else x.detach().to(dtype) for x in (self.module.weight, self.module.bias))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.cast or (self.module.weight, self.module.bias)
         dtype = compute_dtype(x, weight)
         return linear(x.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype))
+
+
+class _Fp8Linear(_Linear):
+    """The forward pass of a linear layer in FP8; `cast` has codes, their scales, and the bias.
+
+    On a GPU the GEMM adds the 128 terms of a group, and then the groups, in one order for any number of rows.
+    """
+
+    def computed(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
+        weights, bias = [self.module.weight], self.module.bias
+        codes, scales, _ = fp8.quantize_weights(weights, dtype, emulated=not fp8.has_kernels(weights, dtype))
+        return codes, scales, bias if bias is None else bias.detach().to(dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.module.weight, self.module.bias
+        dtype = compute_dtype(x, weight)
+        x = x.to(dtype)
+        if fp8.has_kernels([weight], dtype):
+            if self.cast is None:
+                return fp8.Fp8Linear.forward(self.module, x)
+            codes, scales, bias = self.cast
+            inputs = fp8.quantize_rows(x.reshape(-1, x.shape[-1]), emulated=False)
+            return fp8.matmul(inputs, fp8.Quantized(codes, scales), bias).view(*x.shape[:-1], -1)
+        values = self.cast[0] if self.cast else straight_through(weight.to(dtype), fp8.BLOCK)
+        rows = straight_through(x.reshape(-1, x.shape[-1]), 1)
+        return linear(rows, values, bias if bias is None else bias.to(dtype)).view(*x.shape[:-1], -1)
+
+
+def straight_through(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """`fp8.rounded`, with the gradient of x."""
+    return with_gradient_of(lambda x: x, partial(fp8.rounded, rows=rows), x)
 
 
 def _activation(standard: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -126,6 +162,8 @@ def use_batch_invariant(module: nn.Module) -> None:
         name = type(child).__name__
         if type(child) is nn.Linear:
             child.forward = _Linear(child)
+        elif isinstance(child, fp8.Fp8Linear):
+            child.forward = _Fp8Linear(child)
         elif isinstance(child, _ACTIVATIONS):
             child.forward = partial(_activation, child.forward)
         elif name.endswith("RMSNorm"):
@@ -181,8 +219,9 @@ class BatchInvariantForward:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.linears: list[_Linear] = [child.forward for child in model.modules() if type(child) is nn.Linear]
-        self._casts: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        forwards = (vars(child).get("forward") for child in model.modules())
+        self.linears = [forward for forward in forwards if isinstance(forward, _Linear)]
+        self._casts: list[tuple[torch.Tensor | None, ...]] = []
 
     @property
     def dtype(self) -> torch.dtype:
@@ -204,12 +243,11 @@ class BatchInvariantForward:
 
     def _cast(self) -> None:
         """Cast into the memory of the previous phase, if any, since CUDA graphs contain its addresses."""
-        wide = [(layer.module.weight, layer.module.bias) for layer in self.linears]
         if not self._casts:
-            self._casts = [tuple(x if x is None else x.detach().to(self.dtype) for x in pair) for pair in wide]
+            self._casts = [layer.computed(self.dtype) for layer in self.linears]
         else:
-            for cast, pair in zip(self._casts, wide):
-                for x, y in zip(cast, pair):
+            for cast, layer in zip(self._casts, self.linears):
+                for x, y in zip(cast, layer.computed(self.dtype)):
                     if x is not None:
                         x.copy_(y)
 

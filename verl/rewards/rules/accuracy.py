@@ -6,6 +6,7 @@ the number in which the last sentence ends.
 """
 
 import re
+from fractions import Fraction
 from typing import Any
 
 from verl.rewards.functions import register_reward
@@ -53,11 +54,12 @@ ACCURACY = AnswerRule(
 
 
 @register_reward("accuracy_reward", bounded=True, needs_ground_truth=True)
-def accuracy_reward(sampled_response: str, reference_answer: Any) -> float:
+def accuracy_reward(sampled_response: str, reference_answer: Any, tolerance: float = 0.0) -> float:
     """Return 1.0 if the final answer of the response equals that of the reference, otherwise 0.0 (see `final_answer`).
 
-    - A number is compared as a number: 1,000 equals 1000.0; there is no tolerance. If the response states no final
-      answer, its last number counts: "I have 5 and 42 apples" matches the reference 42, but not 5.
+    - A number is compared as a number: 1,000 equals 1000.0. By default there is no `tolerance`, the largest
+      accepted difference. If the response states no final answer, its last number counts: "I have 5 and 42 apples"
+      matches the reference 42, but not 5.
     - A number with a unit ("42 apples") equals the number alone and the same text. p% equals p.
     - Words are compared as words, ignoring case, surrounding whitespace, emphasis and closing punctuation. A number
       with leading zeros ("007") is text.
@@ -68,7 +70,22 @@ def accuracy_reward(sampled_response: str, reference_answer: Any) -> float:
         ValueError: If the reference, or its final answer, is empty or no answer.
     """
     references = [final_answer(text) for text in read_references(reference_answer, "accuracy_reward")]
-    return float(ACCURACY.check(sampled_response, references).correct)
+    check = ACCURACY.check(sampled_response, references)
+    return float(check.correct or (tolerance > 0 and _is_near(check.answer.text, references, tolerance)))
+
+
+def _is_near(answer: str | None, references: list[str], tolerance: float) -> bool:
+    """Whether the answer and a reference are numbers that differ by at most the tolerance."""
+    number, *accepted = (_number(text or "") for text in (answer, *references))
+    return number is not None and any(n is not None and abs(n - number) <= tolerance for n in accepted)
+
+
+def _number(text: str) -> Fraction | None:
+    """The value of a decimal number or fraction; None for other text."""
+    try:
+        return Fraction(_plain(text).replace(",", ""))
+    except (ValueError, ZeroDivisionError):
+        return None
 
 
 def final_answer(text: str) -> str:

@@ -1,13 +1,15 @@
-"""Run tests of a program in a separate process from the program. `code_tests` runs this file as a script.
+"""Run tests of a program in a separate process from the program. `code_tests` runs this script twice, isolated from
+each other (see `verl.processes.isolation`), with two pipes in between.
 
     judge      runs the tests. Names that the tests do not define are requested from the solution process.
     solution   runs the program, then serves requests: call a function, read an attribute.
 
 The two exchange plain data as text. A value that the tests compare is therefore a number, a text or a collection of
 these, never an object of the program with a custom `==`. The tests, the expected values and the verdict exist only in
-the judge, whose memory other processes cannot read (see program_boot). Whatever the program does to its own process or
-writes to the channel counts as the return values of its functions. The verdict is a line of standard output that begins
-with a random token, which the judge alone has read from standard input; it is written after all tests have run.
+the judge, whose memory and streams the program cannot reach. They share a folder for data, from which neither imports.
+Whatever the program does to its own process or writes to the channel counts as the return values of its functions. The
+verdict is a line of standard output that begins with a random token, which the judge alone has read from standard
+input; it is written after all tests have run.
 
 A function of the tests that is given to the program stays in the judge: the program calls it by a message.
 Other objects stay in the solution process. The judge holds a `Remote`, which forwards calls, attributes, items, length,
@@ -25,7 +27,6 @@ import itertools
 import json
 import operator
 import os
-import subprocess
 import sys
 import types
 from collections import deque
@@ -40,7 +41,6 @@ from typing import Any
 #: largest message in bytes
 MOST_BYTES = 1 << 24
 
-FOLDER = os.getcwd()
 ENDS_A_LOOP = ("StopIteration", "StopAsyncIteration")
 #: modules that graders import before a program, with their public names, in this order
 USUAL_MODULES = (
@@ -203,15 +203,14 @@ def serve(channel: Channel) -> None:
                 message = ["raised", [cls.__name__ for cls in type(error).__mro__], str(error)[:2000]]
         channel.send([printed.getvalue(), *message])
 
-    def run_solution() -> dict[str, Any]:
+    def run_solution() -> list[str]:
         nonlocal program
         program = compile(program, "solution.py", "exec")
         exec(program, names)
-        modules = {name: value.__name__ for name, value in names.items() if isinstance(value, types.ModuleType)}
         methods = []
         with contextlib.suppress(Exception):  # no class Solution, or one that needs arguments
             methods = [name for name in dir(names["Solution"]()) if not name.startswith("_")]
-        return {"modules": modules, "others": [name for name in (*names, *methods) if name not in modules]}
+        return [name for name in (*names, *methods) if not isinstance(names.get(name), types.ModuleType)]
 
     respond(run_solution)
     while True:
@@ -422,16 +421,15 @@ def judge(channel: Channel, tests: str, has_checks: bool, to_collect: list[str],
     run_pytest = take_over_frameworks(tests, bool(to_collect))
     channel.send(code)
     names = solution.receive()
-    used = program_names(tests, names["others"])
-    program = {
-        n: solution.request("global", n) for n in (names["others"] if imports else used) if not n.startswith("__")
-    }
+    used = program_names(tests, names, bool(imports))
+    program = {n: solution.request("global", n) for n in (names if imports else used) if not n.startswith("__")}
+    reserved = {*vars(builtins), *USUAL_MODULES}
     for name in imports:
         sys.modules[name] = types.ModuleType(name)
-        vars(sys.modules[name]).update(program, __all__=[n for n in program if n[0] != "_" and n not in vars(builtins)])
-    # Modules that the program has imported are imported again, since it may have changed them. Standard library only.
-    known = {**{name: name for name in USUAL_MODULES}, **names["modules"]}
-    known = {n: m for n, m in known.items() if m.partition(".")[0] in sys.stdlib_module_names and n in names_in(tests)}
+        vars(sys.modules[name]).update(program, __all__=[n for n in program if n[0] != "_" and n not in reserved])
+    # Modules that the program imports are imported here again. The text of the program says which, not its process.
+    modules = dict(zip(USUAL_MODULES, USUAL_MODULES)) | imported_modules(code)
+    known = {name: module for name, module in modules.items() if name in names_in(tests)}
     namespace = {"__name__": "__main__", "__file__": "tests.py", "__count__": checks.count, "__check__": checks.check}
     namespace |= {n: importlib.import_module(m) for n, m in known.items()} | {name: program[name] for name in used}
     try:
@@ -452,42 +450,39 @@ def names_in(tests: str) -> set[str]:
     return {name for name in names if not name.startswith("__")}
 
 
-def program_names(tests: str, known: Iterable[str]) -> set[str]:
-    """Return the program's names that the tests refer to. A builtin's name counts only if no other name does, so that
-    no program can replace the `abs` in `assert abs(area(2) - 12.57) < 0.01`."""
+def imported_modules(code: str) -> dict[str, str]:
+    """Name -> the module of the standard library that a program imports by this name."""
+    modules = {}
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        for node in ast.walk(ast.parse(code)):
+            for alias in node.names if isinstance(node, ast.Import) else ():
+                package = alias.name.partition(".")[0]
+                if package in sys.stdlib_module_names and "__main__" not in alias.name:
+                    modules[alias.asname or package] = alias.name if alias.asname else package
+    return modules
+
+
+def program_names(tests: str, known: Iterable[str], has_imports: bool) -> set[str]:
+    """Return the program's names that the tests refer to.
+
+    The name of a builtin, or of a usual module as in `math.isclose`, counts only if the tests neither have another name
+    of the program nor import it, so that no program can replace the `abs` in `assert abs(area(2) - 12.57) < 0.01`.
+    """
     used = names_in(tests) & set(known)
-    return used - set(vars(builtins)) or used
-
-
-def start_program() -> Channel:
-    """Start the solution process, which waits for the first message, and return the channel to it."""
-    request_read, request_write = os.pipe()
-    response_read, response_write = os.pipe()
-    command = [sys.executable, "-I", "program.py", str(request_read), str(response_write)]
-    subprocess.Popen(command, pass_fds=(request_read, response_write), stdin=subprocess.DEVNULL)
-    os.close(request_read)
-    os.close(response_write)
-    return Channel(response_read, request_write)
-
-
-def refuse_program_files(event: str, arguments: tuple[Any, ...]) -> None:
-    """An audit hook of the judge: no code is read from the folder that the program writes to."""
-    path = arguments[0] if event == "open" else None
-    if isinstance(path, str) and path.endswith((".py", ".pyc")) and os.path.realpath(path).startswith(FOLDER):
-        raise PermissionError(f"{path}: the tests cannot read code from the folder of the program")
+    owners = {getattr(node.value, "id", "") for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Attribute)}
+    others = used - set(vars(builtins)) - (owners & set(USUAL_MODULES))
+    return others if others or has_imports else used
 
 
 def main() -> None:
     sys.set_int_max_str_digits(0)
-    if sys.argv[1:]:
+    role, *descriptors = sys.argv[1:]
+    channel = Channel(*map(int, descriptors))
+    if role == "solution":
         with contextlib.suppress(EOFError):  # the judge has exited
-            serve(Channel(*map(int, sys.argv[1:])))
+            serve(channel)
         return
     token, *arguments = json.loads(sys.stdin.read())
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    channel = start_program()
-    sys.path.remove("")  # the program writes to this folder: nothing may be imported from it
-    sys.addaudithook(refuse_program_files)
     verdict = "failed"
     try:
         verdict = "passed" if judge(channel, *arguments) else "failed"

@@ -1,4 +1,4 @@
-"""Code: run the program in a response against tests, in a process that can be killed (see `programs`)."""
+"""Code: run the program in a response against tests, isolated (see `verl.processes.isolation`)."""
 
 import ast
 import contextlib
@@ -10,10 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from verl.processes.isolation.program import Limits, run_program
 from verl.rewards.functions import register_reward
 from verl.rewards.sandbox.code_forms import extract_code, read_tests, with_imports
-from verl.rewards.sandbox.pool import Limits
-from verl.rewards.sandbox.programs import run_program
 
 # Asserts run in a separate process from the response's code, which can see neither the tests nor the verdict.
 _JUDGE = Path(__file__).with_name("assert_program.py")
@@ -77,7 +76,7 @@ def code_reward(
     Raises:
         ValueError: If the tests have none of the forms, cannot be run, or cannot fail.
     """
-    limits = Limits(timeout, cpu_seconds=timeout, memory_bytes=memory_limit_mb << 20, output_bytes=1 << 20)
+    limits = Limits(timeout, memory_limit_mb << 20)
     code, tests = extract_code(solution_str), read_tests(ground_truth, extra_info)
     run = _run_source if "source" in tests else _run_calls if tests["fn_name"] else _run_inputs
     passed, count = 0, len(tests["inputs"]) if "inputs" in tests else 1
@@ -121,7 +120,8 @@ def _with_room_for(output: str, limits: Limits) -> Limits:
 def _run_source(code: str, tests: Mapping[str, Any], limits: Limits) -> Iterator[bool]:
     token = secrets.token_hex(16)
     stdin = json.dumps([token, *tests["source"], code])
-    finished = run_program(_JUDGE.read_text(encoding="utf-8"), limits=limits, stdin=stdin)
+    script = _JUDGE.read_text(encoding="utf-8")
+    finished = run_program(script, limits=limits, stdin=stdin, arguments=["judge"], peer_arguments=["solution"])
     verdict = finished.stdout.partition(f"\n{token} ")[2].partition("\n")[0]
     if verdict.startswith("bad "):
         source = tests["source"][0].replace("__check__", "").replace("__count__", "")

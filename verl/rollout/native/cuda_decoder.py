@@ -13,8 +13,10 @@ from functools import cache
 import torch
 import triton
 
+from verl.modeling import fp8_triton
+from verl.modeling.fp8 import Quantized
 from verl.rollout.native import triton_kernels
-from verl.rollout.native.decoder import Decoder, Layer, Projection, RopeTable
+from verl.rollout.native.decoder import Decoder, Fp8Projection, Layer, Projection, RopeTable
 from verl.rollout.native.experts import Experts
 from verl.rollout.native.torch_decoder import Layers
 from verl.rollout.native.triton_kernels import BLOCK_SIZE
@@ -298,13 +300,14 @@ class CudaDecoder(GraphDecoder, Layers):
         )  # fmt: skip
 
     def _finish(self, layer: Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        h = torch.empty_like(x, dtype=self.decoder.dtype)
-        self._add_norm(x, self.decoder.reduced(layer.out, attended), layer.attention_post_norm, layer.mlp_norm, h)
+        y = self.decoder.reduced(layer.out, attended)
+        h = self._add_norm(x, y, layer.attention_post_norm, layer.mlp_norm, layer.gate_up)
         if layer.experts is not None:
             y = self._mixture(layer, h)
         else:
-            y = self.decoder.reduced(layer.down, self._gate(layer.gate_up(h)))
-        return self._add_norm(x, y, layer.mlp_post_norm, layer.mlp_norm, h)
+            y = self.decoder.reduced(layer.down, self._gate(layer.gate_up(h), layer.down))
+        self._add_norm(x, y, layer.mlp_post_norm, layer.mlp_norm, None)
+        return x
 
     # ---- steps --------------------------------------------------------------------------------------------------
 
@@ -313,18 +316,18 @@ class CudaDecoder(GraphDecoder, Layers):
         decoder, buffers = self.decoder, self.buffers
         self.tp.broadcast(buffers.state)  # the tokens that rank 0 has sampled
         x = decoder.embed(buffers.state[triton_kernels.TOKEN, :rows]).contiguous()
-        h = torch.empty_like(x, dtype=decoder.dtype)
-        self._add_norm(x, None, None, decoder.layers[0].attention_norm, h)
-        norms = [layer.attention_norm for layer in decoder.layers[1:]] + [decoder.norm]
-        for layer, kv_cache, next_norm in zip(decoder.layers, buffers.kv_cache, norms):
+        h = self._add_norm(x, None, None, decoder.layers[0].attention_norm, decoder.layers[0].qkv)
+        after = [(layer.attention_norm, layer.qkv) for layer in decoder.layers[1:]] + [(decoder.norm, decoder.head)]
+        for layer, kv_cache, (next_norm, next_projection) in zip(decoder.layers, buffers.kv_cache, after):
             attended = self._paged_attention(layer, layer.qkv(h), kv_cache)
-            y = decoder.reduced(layer.out, attended)
-            self._add_norm(x, y, layer.attention_post_norm, layer.mlp_norm, h)
+            is_fp8 = isinstance(layer.out, Fp8Projection)
+            y = self._split_matmul(layer.out, attended) if is_fp8 else decoder.reduced(layer.out, attended)
+            h = self._add_norm(x, y, layer.attention_post_norm, layer.mlp_norm, layer.gate_up)
             if layer.experts is not None:
                 y = self._mixture(layer, h, static=True)
             else:
-                y = self._split_matmul(layer.down, self._gate(layer.gate_up(h)))
-            self._add_norm(x, y, layer.mlp_post_norm, next_norm, h)
+                y = self._split_matmul(layer.down, self._gate(layer.gate_up(h), layer.down))
+            h = self._add_norm(x, y, layer.mlp_post_norm, next_norm, next_projection)
         if self.records:
             self._store_experts(rows)
         logits = decoder.project(h)
@@ -355,10 +358,15 @@ class CudaDecoder(GraphDecoder, Layers):
         )  # fmt: skip
         return out
 
-    def _split_matmul(self, projection: Projection, x: torch.Tensor) -> torch.Tensor:
+    def _split_matmul(self, projection: Projection, x: torch.Tensor | Quantized) -> torch.Tensor:
         """Project x (N, in). If a single GEMM would leave SMs idle, use split-K and return partial sums
         (parts, N, out) float32; otherwise return (N, out). `add_norm` adds the partial sums up, which saves cuBLAS's
         separate reduction kernel."""
+        if isinstance(projection, Fp8Projection):
+            x = projection.quantized(x)
+            if x.scales is None or x.rows > fp8_triton.FEW_SPLIT_ROWS or projection.bias is not None:
+                return projection(x)
+            return fp8_triton.matmul_few_rows(*x, *projection.weight[:2], splits=fp8_triton.SPLITS)
         rows, (width, outputs) = len(x), projection.matrix.shape
         tiles = triton.cdiv(rows, 64) * triton.cdiv(outputs, 64)
         narrow = x.dtype in (torch.bfloat16, torch.float16) and projection.bias is None
@@ -367,24 +375,37 @@ class CudaDecoder(GraphDecoder, Layers):
         y, matrix = x.unflatten(1, (_K_SPLITS, -1)).transpose(0, 1), projection.matrix.unflatten(0, (_K_SPLITS, -1))
         return torch.bmm(y, matrix, out_dtype=torch.float32)
 
-    def _add_norm(self, x, y, post_norm, weight, out) -> torch.Tensor:
-        """x += y (or its post norm), out = norm of x. x, out: (N, H); y: (N, H) or its partial sums. Returns x."""
+    def _inputs(self, rows: int, width: int, projection: Projection | None) -> tuple[torch.Tensor | Quantized, dict]:
+        """Memory for the inputs (rows, width) of a projection, in FP8 if it reads them so, and the arguments with which
+        a kernel writes them."""
+        device = self.decoder.embedding.device
+        if isinstance(projection, Fp8Projection) and projection.scales is not None:
+            inputs = Quantized(*fp8_triton.empty_rows(rows, width, device), rows)
+            return inputs, {"out": inputs.codes, "scales": inputs.scales, "padded": len(inputs.codes), "FP8": True}
+        out = torch.empty(rows, width, dtype=self.decoder.dtype, device=device)
+        return out, {"out": out, "scales": out, "padded": 0, "FP8": False}
+
+    def _add_norm(self, x, y, post_norm, weight, projection: Projection | None) -> torch.Tensor | Quantized:
+        """x += y (or its post norm). x: (N, H); y: (N, H) or its partial sums. Returns the norm of x (N, H), as the
+        projection reads it."""
         width = x.shape[1]
         block = triton.next_power_of_2(width)
+        h, into = self._inputs(len(x), width, projection)
         triton_kernels.add_norm[(len(x),)](
-            x, x if y is None else y, weight if post_norm is None else post_norm, weight, out, self.decoder.eps,
-            H=width, BLOCK=block, PARTS=0 if y is None else y.numel() // x.numel(), POST=post_norm is not None,
+            x, x if y is None else y, weight if post_norm is None else post_norm, weight, eps=self.decoder.eps, H=width,
+            BLOCK=block, PARTS=0 if y is None else y.numel() // x.numel(), POST=post_norm is not None,
+            DTYPE=getattr(triton.language, str(self.decoder.dtype).removeprefix("torch.")), **into,
             num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
-        return x
+        return h
 
-    def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Gated activation: (N, 2 I) -> (N, I)."""
+    def _gate(self, gate_up: torch.Tensor, projection: Projection) -> torch.Tensor | Quantized:
+        """Gated activation: (N, 2 I) -> (N, I), as the projection reads it."""
         rows, width = len(gate_up), gate_up.shape[1] // 2
-        out = gate_up.new_empty(rows, width)
+        y, into = self._inputs(rows, width, projection)
         grid = (rows, triton.cdiv(width, 1024))
-        triton_kernels.gate[grid](gate_up, out, I=width, BLOCK=1024, ACTIVATION=self.decoder.activation, num_warps=4)
-        return out
+        triton_kernels.gate[grid](gate_up, I=width, BLOCK=1024, ACTIVATION=self.decoder.activation, **into, num_warps=4)
+        return y
 
 
 @contextmanager

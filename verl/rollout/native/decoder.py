@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
+from verl.modeling.fp8 import Quantized, matmul, quantize_rows
 from verl.rollout.tensor_parallel import ALONE, TensorParallel
 
 if TYPE_CHECKING:
@@ -60,6 +61,26 @@ class Projection:
         if addmm_loses_precision(x):
             return torch.mm(x, self.matrix).add_(self.bias)
         return torch.addmm(self.bias, x, self.matrix)
+
+
+@dataclass(frozen=True)
+class Fp8Projection(Projection):
+    """A linear layer in FP8: `matrix` has the codes of `modeling.fp8`; without `scales`, their values."""
+
+    scales: torch.Tensor | None = None
+
+    @property
+    def weight(self) -> Quantized:
+        """(out, in)."""
+        return Quantized(self.matrix.t(), self.scales)
+
+    def __call__(self, x: torch.Tensor | Quantized) -> torch.Tensor:
+        """x: (N, in) -> (N, out)."""
+        return matmul(self.quantized(x), self.weight, self.bias)
+
+    def quantized(self, x: torch.Tensor | Quantized) -> Quantized:
+        """The inputs (N, in) in FP8."""
+        return x if isinstance(x, Quantized) else quantize_rows(x, emulated=self.scales is None)
 
 
 @dataclass(frozen=True)

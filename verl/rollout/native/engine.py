@@ -166,7 +166,7 @@ class NativeRollout(RolloutEngine):
             self.decoder = read_decoder(self.module, self.dtype, reuse=self.decoder, tp=self.tp)
             return self.decoder
         # the module itself computes; only the sizes and the dtype of the cache are needed
-        decoder = read_decoder(self.module, transpose_limit=0)
+        decoder = read_decoder(self.module, transpose_limit=0, quantized=False)
         sizes = decoder.hidden_size, decoder.vocab_size
         head = Projection(torch.empty(sizes, dtype=self.forward.dtype, device="meta"))
         self.decoder = dataclasses.replace(decoder, head=head)

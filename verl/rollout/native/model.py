@@ -20,11 +20,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from verl.modeling.fp8 import Fp8Linear, has_kernels, quantize_weights
 from verl.modeling.moe import keeps_float_weights, normalizes_weights
 from verl.modeling.vision import is_vision_config, language_model_of
 from verl.rollout.native.decoder import (
     ACTIVATIONS,
     Decoder,
+    Fp8Projection,
     Layer,
     Projection,
     Rope,
@@ -88,6 +90,8 @@ SHARDED = "rollout.name=native needs unsharded parameters; {} is sharded: gather
 TRANSPOSE_LIMIT = 1 << 30
 
 
+#: dtypes in which matrices are folded: in 16 bits that would round once more, and there are no 16-bit complex numbers
+_FOLDED = (torch.float32, torch.float64)
 #: names of the projections that `_Reader` reads
 _PROJECTIONS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
@@ -105,8 +109,8 @@ def is_readable(name: str, settings: Mapping[str, Any], module: nn.Module | None
     """
     family = FAMILIES.get(name)
     parts = () if module is None else module.named_modules()
-    if any(type(part) is not nn.Linear for path, part in parts if path.rpartition(".")[2] in _PROJECTIONS):
-        return False  # quantized, or wrapped by an adapter
+    if any(type(part) not in (nn.Linear, Fp8Linear) for path, part in parts if path.rpartition(".")[2] in _PROJECTIONS):
+        return False  # quantized by others, or wrapped by an adapter
     return (
         family is not None
         and settings[family.activation] in ACTIVATIONS
@@ -120,6 +124,7 @@ def read_decoder(
     transpose_limit: int = TRANSPOSE_LIMIT,
     reuse: Decoder | None = None,
     tp: TensorParallel = ALONE,
+    quantized: bool = True,
 ) -> Decoder:
     """Read `module` (see `is_readable`) as a `Decoder` over its parameters.
 
@@ -129,26 +134,25 @@ def read_decoder(
         transpose_limit: see TRANSPOSE_LIMIT.
         reuse: an earlier result, whose memory is reused for copies.
         tp: the ranks that hold the model.
+        quantized: quantize the layers that compute in FP8; otherwise only the sizes of the result are valid.
 
     Raises:
         ValueError: an unsupported rotary variant, wrapped projections, sharded parameters.
     """
     config, trunk, family = module.config.get_text_config(), language_model_of(module), FAMILIES[type(module).__name__]
-    head_dim = trunk.layers[0].self_attn.head_dim
-    head = module.lm_head.weight
+    head, head_dim = module.lm_head.weight, trunk.layers[0].self_attn.head_dim
     transposed = head.device.type == "cpu" and sum(p.nbytes for p in module.parameters()) <= transpose_limit
     dtype = head.dtype if dtype is None else dtype
     stream_dtype = torch.promote_types(head.dtype, dtype)
-    # in 16 bits, folding would round once more, and there are no 16-bit complex numbers
-    folded = transposed and dtype == stream_dtype and dtype in (torch.float32, torch.float64)
-    known = config.to_dict()
+    is_fp8 = quantized and isinstance(trunk.layers[0].self_attn.o_proj, Fp8Linear)
+    folded = transposed and not is_fp8 and dtype == stream_dtype and dtype in _FOLDED
     types = config.layer_types if family.window == "layer_types" else [None] * len(trunk.layers)
     rope_types = sorted(set(types)) if family.rope_per_type else [None]
     ropes = tuple(_rope(trunk.rotary_emb, config, kind) for kind in rope_types)
     pairs = _pairs(head_dim, 2 * len(ropes[0].inverse_frequencies)) if folded else None
     heads = config.num_attention_heads // tp.size, max(1, config.num_key_value_heads // tp.size)
     old = reuse.copies if reuse is not None else ()
-    reader = _Reader(family, dtype, stream_dtype, transposed, *heads, pairs, old, tp)
+    reader = _Reader(family, dtype, stream_dtype, transposed, *heads, pairs, old, tp, is_fp8)
     rope_of = {kind: rope_types.index(kind) if family.rope_per_type else 0 for kind in types}
     norm, factor = reader.norm_before(trunk.norm.weight)
     return Decoder(
@@ -162,11 +166,11 @@ def read_decoder(
         head_dim=head_dim,
         eps=config.rms_norm_eps,
         scaling=1.0 if folded else trunk.layers[0].self_attn.scaling,
-        activation=known[family.activation],
+        activation=config.to_dict()[family.activation],
         # rounded as the model rounds it
         embedding_scale=float(torch.tensor(math.sqrt(config.hidden_size), dtype=stream_dtype)) if family.gemma else 1.0,
         attention_softcap=config.attn_logit_softcapping if family.softcaps else None,
-        final_softcap=known.get("final_logit_softcapping"),
+        final_softcap=config.to_dict().get("final_logit_softcapping"),
         **dict(zip(("max_positions", "max_positions_reason"), position_limit(config))),
         copies=reader.copies,
         folded=folded,
@@ -224,6 +228,7 @@ class _Reader:
     pairs: torch.Tensor | None
     old: Sequence[torch.Tensor]
     tp: TensorParallel
+    is_fp8: bool
     copies: list[torch.Tensor] = field(default_factory=list)
 
     def _copy(self, parts: list[torch.Tensor], dtype: torch.dtype, transposed: bool = False) -> torch.Tensor:
@@ -295,6 +300,8 @@ class _Reader:
         layers = [_linear(name, linear) for name, linear in linears.items()]
         weights = [layer.weight for layer in layers]
         biases = [layer.bias for layer in layers if layer.bias is not None]
+        if self.is_fp8 and isinstance(layers[0], Fp8Linear):
+            return self._fp8(weights, biases)
         if order is None:
             bias = self._joint(biases) if biases else None
         else:
@@ -304,6 +311,17 @@ class _Reader:
         if factor is not None:
             matrix *= factor[:, None]
         return Projection(matrix, bias)
+
+    def _fp8(self, weights: list[nn.Parameter], biases: list[nn.Parameter]) -> Fp8Projection:
+        emulated = not has_kernels(weights, self.dtype)
+        codes, scales, _ = quantize_weights(weights, self.dtype, emulated)
+        transposed = self.transposed and emulated
+        matrix = self._copy([codes], codes.dtype, transposed)
+        return Fp8Projection(
+            matrix if transposed else matrix.t(),
+            self._joint(biases) if biases else None,
+            None if emulated else self._copy([scales], scales.dtype),
+        )
 
     def mlp(self, mlp: nn.Module, factor: torch.Tensor | None) -> tuple[Projection, Projection]:
         """The projections of an MLP. factor: see `norm_before`."""

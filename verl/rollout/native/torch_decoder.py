@@ -277,7 +277,7 @@ def _add(
     """x += post_norm(projection(y)), in place."""
     if post_norm is not None:
         return x.add_(rms_norm(decoder.reduced(projection, y), post_norm, decoder.eps))
-    if addmm_loses_precision(x) or x.dtype != y.dtype or decoder.tp.size > 1:
+    if addmm_loses_precision(x) or x.dtype != y.dtype or decoder.tp.size > 1 or type(projection) is not Projection:
         return x.add_(decoder.reduced(projection, y))
     if projection.bias is not None:
         x.add_(projection.bias)

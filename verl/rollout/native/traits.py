@@ -9,6 +9,7 @@ TRAITS = EngineTraits(
     sleeps=True,
     own_scheduler=False,
     batch_invariant=True,
+    fp8=True,
     shares_weights=True,
     merges_adapters=True,
     joins_training_groups=True,

@@ -14,6 +14,8 @@ blocks of a row) int32.
 import triton
 import triton.language as tl
 
+from verl.modeling.fp8_triton import store_groups
+
 BLOCK_SIZE = 64  # tokens of a KV-cache block
 VOCABULARY_BLOCK = 4096
 TOKEN, POSITION, STEP, START, LIMIT, OUT, STATUS, OFFSET, FIELDS = range(9)
@@ -205,13 +207,15 @@ def rotate(qkv, cos, sin, qk_norm, eps, HEADS: tl.constexpr, HQK: tl.constexpr, 
     tl.store(start + d[None, :], x.to(qkv.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["padded"])
 def add_norm(
-    x, y, post_weight, weight, out, eps, H: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, POST: tl.constexpr
-):
-    """x (N, H) += y, or with POST the norm of y; out = the norm of x. Grid (N,).
+    x, y, post_weight, weight, out, scales, padded, eps, H: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    POST: tl.constexpr, DTYPE: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """x (N, H) += y, or with POST the norm of y; out = the norm of x in DTYPE. Grid (N,).
 
-    y: (PARTS, N, H) partial sums, added up and rounded to the dtype of out first; unused if PARTS = 0.
+    y: (PARTS, N, H) partial sums, added up and rounded to DTYPE first; unused if PARTS = 0. FP8: out has the codes of
+    the norm, and scales (H / 128, padded) their scales.
     """
     at = tl.program_id(0) * H + tl.arange(0, BLOCK)
     c = tl.arange(0, BLOCK)
@@ -221,21 +225,25 @@ def add_norm(
         added = tl.zeros([BLOCK], tl.float32)
         for part in tl.static_range(PARTS):
             added += tl.load(y + part * tl.num_programs(0) * H + at, mask=mask, other=0.0).to(tl.float32)
-        added = added.to(out.dtype.element_ty).to(tl.float32)
+        added = added.to(DTYPE).to(tl.float32)
         if POST:
             added *= tl.rsqrt(tl.sum(added * added, 0) / H + eps)
             added *= tl.load(post_weight + c, mask=mask, other=0.0).to(tl.float32)
-            added = added.to(out.dtype.element_ty).to(tl.float32)
+            added = added.to(DTYPE).to(tl.float32)
         v = (v + added).to(x.dtype.element_ty).to(tl.float32)
         tl.store(x + at, v.to(x.dtype.element_ty), mask=mask)
     v *= tl.rsqrt(tl.sum(v * v, 0) / H + eps)
     v *= tl.load(weight + c, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, v.to(out.dtype.element_ty), mask=mask)
+    if FP8:
+        store_groups(v.to(DTYPE).to(tl.float32), out, scales, tl.program_id(0), padded, 0, H, BLOCK // 128)
+    else:
+        tl.store(out + at, v.to(DTYPE), mask=mask)
 
 
-@triton.jit
-def gate(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
-    """gate_up (N, 2 I) -> out (N, I) = activation(gate) * up. Grid (N, I / BLOCK rounded up)."""
+@triton.jit(do_not_specialize=["padded"])
+def gate(gate_up, out, scales, padded, I: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+         FP8: tl.constexpr):  # fmt: skip
+    """gate_up (N, 2 I) -> out (N, I) = activation(gate) * up. Grid (N, I / BLOCK rounded up). FP8: as in `add_norm`."""
     n, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = c < I
     x = tl.load(gate_up + n * 2 * I + c, mask=mask, other=0.0).to(tl.float32)
@@ -247,7 +255,11 @@ def gate(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.cons
     else:  # gelu_pytorch_tanh; 1 + tanh(z) = 2 - 2 / (exp(2 z) + 1)
         z = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         x = x * (1 - 1 / (tl.exp(2 * z) + 1))
-    tl.store(out + n * I + c, (x * up).to(out.dtype.element_ty), mask=mask)
+    y = (x * up).to(gate_up.dtype.element_ty)
+    if FP8:
+        store_groups(y.to(tl.float32), out, scales, n, padded, tl.program_id(1) * (BLOCK // 128), I, BLOCK // 128)
+    else:
+        tl.store(out + n * I + c, y, mask=mask)
 
 
 @triton.jit(do_not_specialize=["first", "slots"])

@@ -35,10 +35,10 @@ logger = logging.getLogger("verl.single_controller")
 
 # ---- the working directory ------------------------------------------------------------------------------------------
 
-# Ray ships a part of it to the nodes: code, never weights, checkpoints or data. `runtime_env.yaml` has the patterns
-# that are always excluded. Ray refuses a directory that is too large.
+# Ray ships a part of it to the nodes: code, never weights, checkpoints or data. `verl/trainer/runtime_env.yaml` has the
+# patterns that are always excluded. Ray refuses a directory that is too large.
 
-_DEFAULTS = Path(__file__).with_name("runtime_env.yaml")
+_DEFAULTS = Path(__file__).parents[2] / "trainer" / "runtime_env.yaml"
 
 
 def default_excludes() -> list[str]:

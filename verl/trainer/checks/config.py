@@ -120,6 +120,9 @@ def check_required_settings(config: schema.Config) -> None:
             "receives nothing): take loss_agg_mode and return agg_loss(losses, response_mask, loss_agg_mode), so that "
             "the gradient does not depend on the micro-batch size"
         )
+    if (distillation := config.distillation.loss_settings) and distillation["use_policy_gradient"]:
+        loss, key = get_policy_loss_fn(distillation["policy_loss_mode"]), "distillation.distillation_loss"
+        check_settings(f"policy_loss_mode={distillation['policy_loss_mode']}", loss, distillation, key, {})
 
 
 def check_group_size(config: schema.Config) -> None:
@@ -204,7 +207,7 @@ def _unused(config: schema.Config, changed: list[str]) -> Iterator[tuple[str, st
     if not needs_critic(config):
         critic = ("critic.", "trainer.max_critic_ckpt_to_keep")
         yield from ((key, f"{estimator}, which has no critic") for key in changed if key.startswith(critic))
-    if not needs_reference(config):
+    if not needs_reference(config) and not config.distillation.local_teachers:
         yield from ((key, "no KL to a reference") for key in changed if key.startswith("actor_rollout_ref.ref."))
 
 

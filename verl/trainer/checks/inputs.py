@@ -1,6 +1,7 @@
 """Checks of the loaded inputs, and of the reward values that the compiled flow writes."""
 
 import logging
+import os
 import re
 import traceback
 from collections import Counter
@@ -22,7 +23,7 @@ from verl.registry import did_you_mean
 from verl.rewards import RewardError, RewardManager
 from verl.rewards.sandbox.pool import WorkerError
 from verl.rewards.trial import describe_fault, trial_responses
-from verl.trainer.checks.models import check_reads_tokens_of
+from verl.trainer.checks.models import ModelLimits, check_reads_tokens_of
 from verl.trainer.checks.preflight import Run
 from verl.trainer.startup.inputs import Inputs
 from verl.trainer.startup.roles import roles_of
@@ -68,15 +69,30 @@ def check_model_limits(run: Run) -> None:
     limits.check_vocabulary(inputs.tokenizer, largest)
     if "critic" in roles_of(config):
         check_reads_tokens_of(limits.path, inputs.tokenizer, config.critic.model, "critic", largest)
+    for teacher in config.distillation.teachers_by_key.values():
+        _check_teacher(config, inputs, teacher, largest)
     if config.actor_rollout_ref.rollout.mode == "server":  # agents write their own prompts
         longest = max(longest, config.actor_rollout_ref.rollout.prompt_length)
     limits.check_engine(config.actor_rollout_ref.rollout)
-    limits.check_response_length(
-        longest,
-        config.actor_rollout_ref.rollout.response_length,
-        "data.max_response_length",
-        "filter longer prompts (data.max_prompt_length with data.filter_overlong_prompts=true)",
-    )
+    teachers = [ModelLimits.from_config(each.model) for each in config.distillation.local_teachers.values()]
+    for model in (limits, *teachers):
+        model.check_response_length(
+            longest,
+            config.actor_rollout_ref.rollout.response_length,
+            "data.max_response_length",
+            "filter longer prompts (data.max_prompt_length with data.filter_overlong_prompts=true)",
+        )
+
+
+def _check_teacher(config: schema.Config, inputs: Inputs, teacher: schema.TeacherConfig, largest_id: int) -> None:
+    """A teacher reads the tokens of the policy. The model of a server is not known here, unless it is a folder."""
+    if teacher.server_url is not None and not os.path.isdir(teacher.model_path):
+        return
+    check_reads_tokens_of(inputs.limits.path, inputs.tokenizer, teacher.model, "teacher", largest_id)
+    count, vocab_size = config.distillation.num_candidates, ModelLimits.from_config(teacher.model).vocab_size
+    if count is not None and count > vocab_size:
+        key = "distillation.distillation_loss.topk"
+        raise ValueError(f"{key}: found {count}, but the vocabulary of {teacher.model_path!r} has {vocab_size} tokens")
 
 
 def check_recipe_inputs(run: Run) -> None:

@@ -34,7 +34,8 @@ def check_models(run: Run) -> None:
     """The config of each model exists and accepts the overrides; LoRA finds its modules."""
     config = run.config
     if not isinstance(config, schema.Config):
-        check_model(config.model, "causal_lm")
+        is_reward_model = isinstance(config, schema.RMConfig)
+        check_model(config.model, "reward" if is_reward_model else "causal_lm", new_head=is_reward_model)
         if isinstance(config, schema.SFTConfig):
             ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
             check_quantization(config.model, ranks)
@@ -65,6 +66,8 @@ def check_models(run: Run) -> None:
             check_layers(
                 role.model, kind, role.engine, deterministic and not is_critic, replays and role.name == "actor"
             )
+    for teacher in config.distillation.local_teachers.values():
+        check_model(teacher.model, "causal_lm")
     if reward.enable:
         section = schema.ModelConfig(path=reward.model_path, trust_remote_code=reward.trust_remote_code)
         check_model(section, "reward")
@@ -104,11 +107,11 @@ def warn_of_narrow_weights(config: Schema) -> None:
 # ---- one model ------------------------------------------------------------------------------------------------------
 
 
-def check_model(model: schema.ModelConfig, kind: str) -> None:
+def check_model(model: schema.ModelConfig, kind: str, new_head: bool = False) -> None:
     """The config of a model can be read, accepts its overrides, and fits its use (`verl.engines.loading.check_model`).
     Otherwise ValueError."""
     readable_config(model.path, model.override_config, model.trust_remote_code)
-    loading.check_model(model, kind)
+    loading.check_model(model, kind, new_head)
 
 
 def check_layers(model: schema.ModelConfig, kind: str, engine: object, deterministic: bool, replays: bool) -> None:

@@ -36,6 +36,8 @@ logger = logging.getLogger("verl.trainer")
 
 #: a run is refused if its estimate exceeds the memory by more than the error of the model
 REFUSED_FROM = 1.1
+#: roles with the engine settings of the reference
+_FROZEN = ("ref", "teacher")
 
 
 def shape_of(path: str, model: schema.ModelConfig | None = None, trust_remote_code: bool = False) -> ModelShape:
@@ -78,6 +80,11 @@ def shapes_of(config: schema.Config, names: Sequence[str]) -> dict[str, ModelSha
             shapes[name] = shape_of(config.critic.model.path, config.critic.model)
         elif name == "reward":
             shapes[name] = shape_of(reward.model_path, trust_remote_code=reward.trust_remote_code)
+        elif name == "teacher":
+            teacher, *others = config.distillation.local_teachers.values()
+            if others:
+                raise ValueError("the planner does not model several teachers")
+            shapes[name] = shape_of(teacher.model_path, trust_remote_code=teacher.trust_remote_code)
         else:
             shapes[name] = policy_shape()
     return shapes
@@ -293,7 +300,7 @@ def _engine_of(config: schema.Config, name: str) -> tuple[str, schema.EngineConf
     policy = config.actor_rollout_ref
     if name == "reward":
         return "fsdp", config.reward.reward_model.fsdp
-    section = config.critic if name == "critic" else policy.ref if name == "ref" else policy.actor
+    section = config.critic if name == "critic" else policy.ref if name in _FROZEN else policy.actor
     return section.strategy, section.engine
 
 
@@ -356,7 +363,7 @@ def _role(config: schema.Config, name: str, shape: ModelShape, on_gpu: bool) -> 
         model, update = None, None
         infer = (reward.micro_batch_size_per_gpu, reward.use_dynamic_bsz, reward.forward_max_token_len_per_gpu)
     else:
-        section = policy.ref if name == "ref" else policy.rollout
+        section = policy.ref if name in _FROZEN else policy.rollout
         model, update = policy.model, policy.actor if name == "actor" else None
         infer = (
             section.log_prob_micro_batch_size_per_gpu,
@@ -383,7 +390,7 @@ def _role(config: schema.Config, name: str, shape: ModelShape, on_gpu: bool) -> 
         trains=True,
         lora_rank=model.lora_rank if model.has_adapters else 0,
         adapts_experts=bool(model.target_parameters),
-        is_quantized=model.quantization is not None,
+        is_quantized=model.quantization == "nf4",
         has_8bit_optimizer=update.optim.optimizer == "AdamW8bit",
         checkpointing=True if model.target_parameters and on_gpu else role.checkpointing,
         freezes_tower=model.freeze_vision_tower,

@@ -238,9 +238,11 @@ def open_run(
     rows_given: bool = False,
 ) -> Run:
     """A run that has passed SETTINGS and IMPORTS. Logs what may surprise in its settings. A run of the command line has
-    passed SETTINGS already; other arguments as in `read_run`."""
+    passed SETTINGS already, but for the checks of a recipe; other arguments as in `read_run`."""
     if isinstance(settings, Run) and not overrides:
-        run = settings
+        run = replace(settings, recipe=recipe)
+        if problems := [*check_recipe_settings(run)]:
+            raise ConfigError(problems) if run.reading is None else run.reading.error(problems)
         check_settings(run, IMPORTS)
     elif isinstance(settings, Run | Schema):
         settings = settings.config if isinstance(settings, Run) else settings
@@ -266,20 +268,32 @@ def _problems(run: Run, *stages: str) -> Iterator[Problem]:
 
 
 def run_checks(run: Run, stage: str) -> None:
-    """Run the checks of CONFIG, INPUTS or FLOW in order, until one fails.
+    """Run the checks of CONFIG, INPUTS or FLOW in order, until one fails. Those of INPUTS all run.
 
     Raises:
         ConfigError: the problems that a check has found.
-        ValueError: the error of a check, or of a module, file or package that it loads.
+        ValueError: the error of a check, or of a module, file or package that it loads; or several, numbered.
     """
     from verl.tracking.run_record import collected  # imports rich
 
+    failures: list[ValueError] = []
     for check in checks_of(run.config, stage):
-        with collected(run.warnings):
-            problems = [*check(run)]
-        if problems:
-            raise ConfigError(problems)
-        run.passed.append(check.name)
+        try:
+            with collected(run.warnings):
+                problems = [*check(run)]
+            if problems:
+                raise ConfigError(problems)
+        except ValueError as error:
+            failures.append(error)
+            if stage != INPUTS:  # later checks build on it
+                break
+        else:
+            run.passed.append(check.name)
+    if len(failures) > 1:
+        listed = "\n".join(f"  {number}. {error}" for number, error in enumerate(failures, 1))
+        raise ValueError(f"{len(failures)} problems of model and data:\n{listed}") from failures[0]
+    if failures:
+        raise failures[0]
 
 
 # ---- SETTINGS and IMPORTS -------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ _METRIC = "rollout/logprob_gap_mean"
 _FLOAT32, _16_BITS = 5e-3, 0.1
 #: in a mixture of experts, rounding changes which experts a token gets
 _EXPERTS = 2.0
+#: in FP8, a difference of the last bit of an activation may become one of the last bit of its code (docs/fp8.md)
+_FP8 = 5.0
 
 CAUSES = (
     "Likely causes, in this order: (1) packing, or state of a layer that leaks between the rows of a batch: set "
@@ -40,6 +42,7 @@ class MismatchLimit(Guard):
 
     def __init__(self, config: Schema):
         self._settings = config.actor_rollout_ref.rollout if isinstance(config, Config) else None
+        self._is_fp8 = isinstance(config, Config) and config.actor_rollout_ref.model.quantization == "fp8"
         self._is_first = True
         self._worst = 0.0  # the largest mismatch that was warned of
 
@@ -56,6 +59,7 @@ class MismatchLimit(Guard):
             return
         is_narrow = any(view.roles["actor"].computes_in_16_bits())
         limit = self._limit(_16_BITS if is_narrow else _FLOAT32, experts_of(view.run.inputs.limits.hf_config))
+        limit *= _FP8 if self._is_fp8 and self._settings.max_mismatch is None else 1.0
         if mismatch <= limit:
             return
         message = (

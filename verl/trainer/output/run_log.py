@@ -100,7 +100,10 @@ def next_lines(commands: Sequence[str]) -> list[str]:
 
 
 def serve_command(config: Any, model: Path) -> list[str]:
-    """`verl serve` for the trained model of a run; none if its chat template is a text, which has no option."""
+    """`verl serve` for the trained model of a run; none for a reward model, or if its chat template is a text, which
+    has no option."""
+    if isinstance(config, schema.RMConfig):
+        return []
     section = config.actor_rollout_ref.model if isinstance(config, schema.Config) else config.model
     if section.custom_chat_template is not None:
         return []

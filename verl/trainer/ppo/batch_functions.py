@@ -91,6 +91,12 @@ def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float]
     return {name: value for name, value in metrics.items() if name.startswith("perf/")}
 
 
+def extract_reward(batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The token rewards `rm_scores` (B, T) of a batch, and the object columns of `meta_info["reward_extra_keys"]`."""
+    keys = batch.meta_info.get("reward_extra_keys", ())
+    return batch.batch["rm_scores"], {key: batch.non_tensor_batch[key] for key in keys}
+
+
 def need_reward_model(config: schema.Config) -> bool:
     """Whether a reward model scores the responses."""
     return config.reward.reward_model.enable

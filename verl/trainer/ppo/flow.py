@@ -22,6 +22,7 @@ from verl.config import schema
 from verl.dataflow import CONTROLLER, DataFlow, Operator
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
+from verl.trainer.ppo.distillation import teacher_columns
 from verl.trainer.ppo.operators import (
     GENERATED,
     SEQUENCES,
@@ -69,14 +70,15 @@ def needs_reference(config: schema.Config) -> bool:
 
 
 def loss_columns(config: schema.Config) -> tuple[str, ...]:
-    """The columns that the actor's loss reads, including ref_log_prob for a KL loss."""
+    """The columns that the actor's loss reads, including those of a KL loss and of distillation."""
     actor = config.actor_rollout_ref.actor
     loss = get_policy_loss_fn(actor.policy_loss.loss_mode)
     settings = {**actor.loss_settings, "loss_agg_mode": actor.loss_agg_mode}
     # parameters of a loss whose column has another name; `log_prob` comes from the model, which needs no column
     columns = {"old_log_prob": "old_log_probs", "rollout_log_prob": "rollout_log_probs", "log_prob": "response_mask"}
     required = tuple(columns.get(name, name) for name in required_columns(loss, settings))
-    return (*required, "ref_log_prob") if actor.use_kl_loss else required
+    reference = ("ref_log_prob",) if actor.use_kl_loss else ()
+    return (*required, *reference, *teacher_columns(config.distillation))
 
 
 def generated_columns(config: schema.Config) -> tuple[str, ...]:
@@ -262,7 +264,10 @@ class PPORunner(FlowRunner):
 
 
 def check_writers(flow: DataFlow) -> None:
-    """Raise ValueError if an operator reads rm_scores, which only a recipe and the reward model write, without them."""
+    """Raise ValueError if an operator reads rm_scores, which only a recipe and the reward model write, without them, or
+    if the update of a recipe does not read the log-probs of the teachers."""
+    if "teacher" in flow and not any("teacher_log_probs" in operator.reads for operator in flow):
+        raise ValueError("distillation.enabled: the update of this recipe does not learn from teachers: use false")
     if any("rm_scores" in operator.writes for operator in flow):
         return
     for operator in flow:

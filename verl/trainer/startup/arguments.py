@@ -57,9 +57,9 @@ def prepare_run(
     if isinstance(reward, str):
         further["reward.reward_function"], reward = reward, None
     files = {"data.train_files": _paths(train_dataset), "data.val_files": _paths(val_dataset)}
-    overrides = _joined(overrides, further | {key: paths for key, paths in files.items() if paths is not None})
+    overrides = with_settings(overrides, further | {key: paths for key, paths in files.items() if paths is not None})
     if model is not None:
-        overrides = _joined(overrides, _write_model(config, overrides, recipe.schema, model, tokenizer))
+        overrides = with_settings(overrides, _write_model(config, overrides, recipe.schema, model, tokenizer))
     train, val = (data if paths is None else None for data, paths in zip((train_dataset, val_dataset), files.values()))
     run = open_run(config, overrides, recipe, base=files_of_datasets(train, val), rows_given=train is not None)
     run.train_dataset, run.val_dataset, run.reward = train, val, reward
@@ -68,7 +68,7 @@ def prepare_run(
     return run
 
 
-def _joined(overrides: Overrides, settings: Mapping[str, Any]) -> Overrides:
+def with_settings(overrides: Overrides, settings: Mapping[str, Any]) -> Overrides:
     """Overrides with further ones, in the form of the ones so far: a dictionary, or "key=value" strings."""
     if not settings:
         return overrides
@@ -121,7 +121,8 @@ def _write_model(
     config: Settings, overrides: Overrides, expected: type[Schema], model: Any, tokenizer: Any
 ) -> dict[str, str]:
     """Write a model and its tokenizer to a folder of the run. Returns the setting of its path."""
-    key = "model.path" if expected is schema.SFTConfig else "actor_rollout_ref.model.path"
+    is_sft = issubclass(expected, schema.SFTConfig)
+    key = "model.path" if is_sft else "actor_rollout_ref.model.path"
     if tokenizer is None:
         raise ValueError(f"model: a model object needs its tokenizer: give tokenizer=, or {key} instead of model")
     for name, value, kind in (("model", model, "a model object"), ("tokenizer", tokenizer, "its tokenizer")):
@@ -134,7 +135,7 @@ def _write_model(
         config = load_config(config, overrides, schema=expected)
     elif overrides:
         config = config.with_overrides(overrides)
-    section = config.model if expected is schema.SFTConfig else config.actor_rollout_ref.model
+    section = config.model if is_sft else config.actor_rollout_ref.model
     if section.path:
         raise ValueError(f"give model or {key} ({section.path}), not both")
     if config.trainer.nnodes > 1:

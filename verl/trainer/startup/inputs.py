@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from verl.config import schema
 from verl.data.bad_rows import BadRowsError, write_bad_rows
@@ -22,7 +22,7 @@ from verl.data.tokenization import load_tokenizer
 from verl.modeling.huggingface import model_source
 from verl.processes.child import set_helper_environment
 from verl.protocol import DataProto
-from verl.registry import import_module
+from verl.registry import import_module, load_object
 from verl.rewards import RewardManager, as_reward_manager, load_reward_manager
 from verl.rewards.functions import check_registered
 from verl.trainer.checks.models import ModelLimits
@@ -35,7 +35,7 @@ logger = logging.getLogger("verl.trainer")
 
 #: keys of an item that is tokenized, or that the trainer tokenizes
 RL_TOKENS = (*TOKEN_KEYS, "raw_prompt")
-SFT_TOKENS = ("response_ids",)
+SFT_TOKENS = ("response_ids", "samples")
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Inputs:
     """The loaded inputs of a run.
 
     reward_manager: None for SFT. collate: items of a dataset -> a batch of prompts. processor: that of a
-    vision-language model; None for text.
+    vision-language model; None for text. sampler: decides the order of the prompts; None: data.shuffle and data.seed.
     """
 
     model: schema.ModelConfig
@@ -53,6 +53,7 @@ class Inputs:
     reward_manager: RewardManager | None = None
     collate: Callable[[list[dict[str, Any]]], DataProto] = collate_prompts
     processor: Any = None
+    sampler: Sampler[int] | None = None
 
     @functools.cached_property
     def limits(self) -> ModelLimits:
@@ -76,14 +77,14 @@ def load_inputs(run: "Run", tokenizer: Any = None) -> Inputs:
         train = _list_bad_rows(config, lambda: load_dataset(config, tokenizer, processor))
     val = val if val is not None else load_val_dataset(config, tokenizer, processor)
     collate = PromptCollator(tokenizer, config.data, processor)
-    return Inputs(model, tokenizer, train, val, rewards, collate, processor)
+    return Inputs(model, tokenizer, train, val, rewards, collate, processor, load_sampler(config.data, train))
 
 
-def load_sft_inputs(run: "Run", tokenizer: Any = None) -> Inputs:
-    """Like `load_inputs`, for SFT."""
-    from verl.data.sft_dataset import SFTDataset, collate_sft
-
-    config, data, cls = run.config, run.config.data, dataset_class(run.config, SFTDataset)
+def load_sft_inputs(
+    run: "Run", tokenizer: Any, default: type[TokenizedDataset], collate: Callable[..., DataProto]
+) -> Inputs:
+    """Like `load_inputs`, for SFT. default: the dataset class; collate: (items, pad_token_id) -> a batch."""
+    config, data, cls = run.config, run.config.data, dataset_class(run.config, default)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
     note_unused_media_keys(data, processor)
@@ -105,7 +106,7 @@ def load_sft_inputs(run: "Run", tokenizer: Any = None) -> Inputs:
     if val is None and data.val_files:
         data = data.model_copy(update={"max_bad_rows": 0})  # a validation is on all of its rows
         val = load([with_split(file, "test") for file in data.val_files], data.val_max_samples)
-    collate = functools.partial(collate_sft, pad_token_id=tokenizer.pad_token_id)
+    collate = functools.partial(collate, pad_token_id=tokenizer.pad_token_id)
     return Inputs(config.model, tokenizer, train, val, collate=collate, processor=processor)
 
 
@@ -195,16 +196,29 @@ def reading_threads(dataset: Dataset, data: schema.DataConfig | schema.SFTDataCo
     return threads
 
 
+def load_sampler(data: schema.DataConfig, dataset: Dataset) -> Sampler[int] | None:
+    """The sampler of `data.sampler`; None without one."""
+    if not data.sampler.class_path:
+        return None
+    cls = load_object(data.sampler.class_path.removeprefix("pkg://"), data.sampler.class_name)
+    return cls(data_source=dataset, data_config=data)
+
+
 def prompt_source(data: schema.DataConfig | schema.SFTDataConfig, inputs: Inputs) -> PromptSource:
-    size = data.train_batch_size
+    size, dataset, order = data.train_batch_size, inputs.train_dataset, None
+    if inputs.sampler is not None:
+        from verl.data.samplers import CustomOrder
+
+        order = CustomOrder(inputs.sampler, len(dataset), size)
     return PromptSource(
-        inputs.train_dataset,
+        dataset,
         size,
         seed=data.seed,
         shuffle=data.shuffle,
         weights=data.get("train_weights"),
+        sampler=order,
         collate=inputs.collate,
-        workers=reading_threads(inputs.train_dataset, data),
+        workers=0 if order else reading_threads(dataset, data),  # the order may depend on the steps
         batches_ahead=-(-(data.get("gen_batch_size") or size) // size),
     )
 

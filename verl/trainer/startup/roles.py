@@ -21,6 +21,7 @@ def roles_of(config: schema.Config) -> list[str]:
         "ref": needs_reference(config) and not config.actor_rollout_ref.model.has_adapters,
         "critic": needs_critic(config),
         "reward": config.reward.reward_model.enable,
+        "teacher": bool(config.distillation.local_teachers),
     }
     return ["actor", *(role for role, is_enabled in enabled.items() if is_enabled)]
 
@@ -44,6 +45,7 @@ def worker_specs(
     actor = {
         "config": policy,
         "correction": config.algorithm.rollout_correction,
+        "distillation": config.distillation.loss_settings,
         "total_training_steps": total_steps,
         "hosts_rollout": "rollout" not in roles,
     }
@@ -69,6 +71,11 @@ def worker_specs(
 
         kwargs = {"config": config.reward.reward_model, "policy_tokenizer": tokenizer, **common}
         specs["reward"] = WorkerSpec(RewardModelWorker, kwargs)
+    if "teacher" in roles:
+        from verl.workers.policy import TeacherWorker
+
+        models = {key: teacher.model for key, teacher in config.distillation.local_teachers.items()}
+        specs["teacher"] = WorkerSpec(TeacherWorker, {"config": policy, "models": models, "device": device})
     return specs
 
 

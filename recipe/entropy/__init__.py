@@ -1,0 +1,7 @@
+"""The entropy mechanism: policy losses that keep the entropy up, Clip-Cov and KL-Cov."""
+
+from verl.utils.lazy import lazy_names
+
+_HOME = {"verl.recipe.entropy.main_entropy": "RECIPE EntropyTrainer"}
+
+__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -1,0 +1,7 @@
+"""FlowRL: match the distribution of rewards instead of maximizing their mean."""
+
+from verl.utils.lazy import lazy_names
+
+_HOME = {"verl.recipe.flowrl.main_flowrl": "RECIPE FlowRLTrainer"}
+
+__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

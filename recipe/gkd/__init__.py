@@ -1,0 +1,7 @@
+"""GKD: the policy learns from the token distributions of a teacher, on its own responses."""
+
+from verl.utils.lazy import lazy_names
+
+_HOME = {"verl.recipe.gkd.main_gkd": "RECIPE GKDTrainer"}
+
+__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

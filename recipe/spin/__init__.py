@@ -1,0 +1,7 @@
+"""SPIN: self-play, in which the policy learns to prefer better responses over its own."""
+
+from verl.utils.lazy import lazy_names
+
+_HOME = {"verl.recipe.spin.main_spin": "RECIPE SPINTrainer"}
+
+__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

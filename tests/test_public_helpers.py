@@ -1,0 +1,140 @@
+"""Helpers of public verl that recipes import: each is called as recipes call it, with the right value by hand."""
+
+import asyncio
+import dataclasses
+import logging
+import time
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path, should_save_ckpt_esi
+from verl.utils.config import omega_conf_to_dataclass, update_dict_with_config, validate_config
+from verl.utils.fs import local_mkdir_safe
+from verl.utils.import_utils import import_external_libs, load_class_from_fqn
+from verl.utils.logger import log_with_rank
+from verl.utils.profiler import DistProfiler, DistProfilerExtension, GPUMemoryLogger, ProfilerConfig
+from verl.utils.ray_utils import get_event_loop
+from verl.utils.rollout_trace import rollout_trace_attr
+from verl.utils.seqlen_balancing import calculate_workload
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.config import FSDPOptimizerConfig, RolloutConfig
+
+from verl.utils.device import get_device_capability
+
+
+def test_precisions():
+    assert [PrecisionType.to_dtype(p) for p in ("bf16", 16, "fp32", torch.float16)] == [
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float16,
+    ]
+    assert [PrecisionType.to_str(t) for t in (torch.bfloat16, torch.float32)] == ["bf16", "fp32"]
+    assert PrecisionType.is_fp16("16") and PrecisionType.is_bf16("bfloat16") and not PrecisionType.is_fp32("bf16")
+    with pytest.raises(RuntimeError, match=r"precision: .*found 'int4'"):
+        PrecisionType.to_dtype("int4")
+
+
+# ---- configurations -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class RecipeConfig:
+    beta: float = 0.5
+    names: list[str] = dataclasses.field(default_factory=list)
+
+
+def test_sections_of_a_config_become_objects():
+    rollout = omega_conf_to_dataclass(OmegaConf.create({"name": "hf", "n": 4, "temperature": 0.7}), RolloutConfig)
+    assert (type(rollout), rollout.n, rollout.temperature, rollout["top_p"]) == (RolloutConfig, 4, 0.7, 1.0)
+    assert omega_conf_to_dataclass(rollout) is rollout  # typed already
+    optim = omega_conf_to_dataclass({"_target_": "verl.workers.config.FSDPOptimizerConfig", "lr": 3e-6})
+    assert isinstance(optim, FSDPOptimizerConfig) and optim.lr == 3e-6
+    own = omega_conf_to_dataclass(OmegaConf.create({"names": ["a"]}), RecipeConfig)
+    assert own == RecipeConfig(0.5, ["a"]) and omega_conf_to_dataclass({}, RecipeConfig) == RecipeConfig()
+    with pytest.raises(AssertionError, match="_target_"):
+        omega_conf_to_dataclass({"lr": 1.0})
+    with pytest.raises(ValueError, match=r"rollout.top_q: unknown key"):
+        omega_conf_to_dataclass({"top_q": 1}, RolloutConfig)
+
+
+def test_a_config_is_checked_like_that_of_a_run():
+    with pytest.raises(ValueError, match=r"actor.ppo_mini_batch_size"):
+        settings = ["data.train_batch_size=8", "algorithm.name=grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=3"]
+        validate_config(OmegaConf.from_dotlist(settings), True, False)
+    values = {"n": 1, "other": 2}
+    update_dict_with_config(values, OmegaConf.create({"n": 5}))
+    assert values == {"n": 5, "other": 2}
+
+
+# ---- checkpoints, environment, logging ------------------------------------------------------------------------------
+
+
+def test_the_newest_checkpoint_of_a_folder(tmp_path):
+    assert find_latest_ckpt_path(None) is None and find_latest_ckpt_path(str(tmp_path)) is None
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    assert find_latest_ckpt_path(str(tmp_path)) is None  # its folder is gone
+    (tmp_path / "global_step_20").mkdir()
+    assert find_latest_ckpt_path(str(tmp_path)) == str(tmp_path / "global_step_20")
+    assert local_mkdir_safe(str(tmp_path / "a/b")) == str(tmp_path / "a/b") and (tmp_path / "a/b").is_dir()
+
+
+@pytest.mark.parametrize(("seconds_left", "saves"), [(200, False), (150, True), (-1, False)])
+def test_an_elastic_instance_saves_before_its_end(monkeypatch, seconds_left, saves):
+    """A step of 100 s and a save of 60 s need 160 s."""
+    assert should_save_ckpt_esi(100.0) is False
+    monkeypatch.setenv("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", str(time.time() + seconds_left))
+    assert should_save_ckpt_esi(max_steps_duration=100.0) is saves
+
+
+def test_environment_imports_and_logging(monkeypatch, caplog):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    variables = get_ppo_ray_runtime_env()["env_vars"]
+    assert variables["TOKENIZERS_PARALLELISM"] == "true" and "NCCL_DEBUG" not in variables
+    import_external_libs(["json"])
+    assert load_class_from_fqn("collections.Counter").__name__ == "Counter"
+    with pytest.raises(AttributeError, match="Conter"):
+        load_class_from_fqn("collections.Conter")
+    with caplog.at_level(logging.INFO):
+        log_with_rank("loaded", rank=3, logger=logging.getLogger("verl.test"))
+        log_with_rank("hidden", rank=3, logger=logging.getLogger("verl.test"), log_only_rank_0=True)
+    assert caplog.messages == ["[Rank 3] loaded"]
+    assert get_device_capability() == (None, None) or torch.cuda.is_available()
+
+    async def running():
+        return get_event_loop() is asyncio.get_running_loop()
+
+    assert asyncio.run(running())
+    loop = get_event_loop()
+    assert loop.run_until_complete(asyncio.sleep(0, 7)) == 7
+    loop.close()
+
+
+class Worker(DistProfilerExtension):
+    def __init__(self):
+        super().__init__(DistProfiler(rank=0, config=ProfilerConfig()))
+
+    @DistProfiler.annotate(color="blue", role="actor")
+    @GPUMemoryLogger(role="actor")
+    def double(self, x):
+        with rollout_trace_attr(step=1):
+            return 2 * x
+
+
+def test_a_worker_with_profiling_that_is_off_runs_and_a_profiler_that_is_on_is_refused():
+    worker = Worker()
+    worker.start_profile()
+    worker.stop_profile()
+    assert worker.double(3) == 6
+    with pytest.raises(ValueError, match="not supported"):
+        ProfilerConfig(enable=True)
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_workload_of_sequences():
+    assert calculate_workload(torch.tensor([0, 1, 100])).tolist() == [0, 24577, 2467600]

@@ -1,0 +1,180 @@
+"""How programs are isolated on this machine: the command that starts one, and what is weaker than it could be."""
+
+import base64
+import functools
+import json
+import logging
+import os
+import shutil
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl.processes.isolation.boot import LANDLOCK_ABI_WITH_SCOPES, landlock_abi
+from verl.processes.isolation.system_calls import compile_filter
+
+logger = logging.getLogger("verl.rewards")
+
+_BOOT = Path(__file__).with_name("boot.py")
+#: paths that a program can read besides the interpreter and its packages
+_READABLE = (
+    *("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/etc/alternatives", "/etc/localtime"),
+    *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/timezone", "/sys/devices/system/cpu"),
+)
+#: the same without a mount namespace, where /proc and /dev are those of the host
+_READABLE_OF_HOST = (
+    *("/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/sys/vm/overcommit_memory"),
+    *("/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"),
+)
+#: under bubblewrap the working folder is a part of it, so that the size of one file system limits both
+SHARED_MEMORY = "/dev/shm"
+_FOLDER = f"{SHARED_MEMORY}/program"
+_NAMESPACES = (
+    "--unshare-user --unshare-pid --unshare-net --unshare-ipc --unshare-uts --unshare-cgroup-try "
+    "--uid 65534 --gid 65534 --hostname sandbox --die-with-parent --proc /proc"
+)
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_LINKS = {
+    "/dev/fd": "/proc/self/fd",
+    "/dev/stdin": "fd/0",
+    "/dev/stdout": "fd/1",
+    "/dev/stderr": "fd/2",
+    "/tmp": _FOLDER,
+}
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """A way to isolate programs.
+
+    Attributes:
+        bubblewrap: The command; None: by Landlock, seccomp and resource limits, as far as the kernel has them.
+        problem: Why bubblewrap cannot be used.
+    """
+
+    bubblewrap: str | None = None
+    problem: str = ""
+
+    @property
+    def weaker(self) -> tuple[str, ...]:
+        """What programs can do that they should not, as predicates."""
+        outside, abi, unfiltered = self.bubblewrap is None, landlock_abi(), not self.call_filter()
+        possible = {
+            "read and write all files of this user": outside and abi < 1,
+            "use the network and change the limits of this user's processes": outside and unfiltered,
+            "signal this user's processes": outside and unfiltered and abi < LANDLOCK_ABI_WITH_SCOPES,
+            "use all system calls": unfiltered,
+            "see names and times of files": outside,
+            "write up to half of their memory limit to the disk": outside,
+            "exceed the memory limit": sys.platform != "linux",
+        }
+        return tuple(predicate for predicate, applies in possible.items() if applies)
+
+    def describe(self) -> str:
+        """The mode, and what is weaker in it."""
+        parts = ["bubblewrap"] if self.bubblewrap else ["Landlock"] * (landlock_abi() > 0)
+        name = " and ".join([*parts, *["seccomp"] * bool(self.call_filter())]) or "resource limits"
+        causes = [] if self.bubblewrap else [f"without bubblewrap ({self.problem})"]
+        causes += [] if self.call_filter() else ["without seccomp (the library libseccomp2)"]
+        lacks = "" if self.bubblewrap else ", and have no locks, pools and queues of multiprocessing"
+        return f"{name}; {' and '.join(causes)}, programs can {', '.join(self.weaker)}{lacks}" if causes else name
+
+    def call_filter(self, is_alone: bool = True) -> bytes:
+        """The seccomp filter of a program; empty if none is possible. is_alone: without a peer."""
+        if not Path("/proc/sys/kernel/seccomp/actions_avail").is_file():
+            return b""
+        is_private = self.bubblewrap is not None
+        return compile_filter(is_private or landlock_abi() >= LANDLOCK_ABI_WITH_SCOPES, is_private and is_alone)
+
+    def settings(self, code: str, resources: dict[str, int], is_alone: bool) -> bytes:
+        """What boot.py reads.
+
+        Args:
+            code: The program.
+            resources: Limits by their names in the module `resource`.
+            is_alone: Whether the working folder is that of this program alone, so that it can import from it.
+        """
+        values = {
+            "program": code,
+            "is_alone": is_alone,
+            "resources": resources,
+            "packages": sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")}),
+        }
+        if self.bubblewrap is None:
+            values["readable"] = [*_READABLE, *_READABLE_OF_HOST, *_interpreter_folders()]
+            values["call_filter"] = base64.b64encode(self.call_filter(is_alone)).decode()
+        return json.dumps(values).encode()
+
+    def command(self, folder: str | None, most_bytes: int, info: int, call_filter: int) -> list[str]:
+        """The command that starts boot.py.
+
+        Args:
+            folder: The working folder; None: in memory, which bubblewrap can create.
+            most_bytes: Of files in memory.
+            info, call_filter: Descriptors that bubblewrap writes to and reads.
+        """
+        python = [sys.executable, "-I", "-S"]
+        if self.bubblewrap is None:
+            return [*python, str(_BOOT)]
+        options = [*_NAMESPACES.split(), "--info-fd", str(info)]
+        options += ["--seccomp", str(call_filter)] if self.call_filter() else []
+        for path in (*_READABLE, *_interpreter_folders()):
+            options += ["--ro-bind-try", path, path]
+        for device in _DEVICES:
+            options += ["--dev-bind-try", f"/dev/{device}", f"/dev/{device}"]
+        options += ["--size", str(most_bytes), "--tmpfs", SHARED_MEMORY]
+        options += ["--dir", _FOLDER] if folder is None else ["--bind", folder, _FOLDER]
+        for link, target in _LINKS.items():
+            is_free = not any(path.startswith(f"{link}/") for path in _interpreter_folders())
+            options += ["--symlink", target, link] if is_free else []
+        options += [
+            "--ro-bind",
+            str(_BOOT),
+            "/boot.py",
+            *f"--remount-ro /proc --remount-ro / --chdir {_FOLDER}".split(),
+        ]
+        return [self.bubblewrap, *options, "--", *python, "/boot.py"]
+
+    def environment(self, folder: str | None) -> dict[str, str]:
+        """The environment of a program. folder: its working folder; None: in memory."""
+        names = dict.fromkeys(("HOME", "TMPDIR", "PWD"), _FOLDER if self.bubblewrap else folder)
+        return {**names, "PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+
+
+@functools.cache
+def _interpreter_folders() -> list[str]:
+    """The folders of this interpreter, its standard library and its packages."""
+    paths, executable = sysconfig.get_paths(), Path(sys.executable)
+    folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders |= {sys.prefix, sys.base_prefix, sys.exec_prefix, str(executable.parent), str(executable.resolve().parent)}
+    return sorted(folders)
+
+
+@functools.cache
+def isolation() -> Isolation:
+    """The strongest isolation that works here."""
+    command = shutil.which("bwrap") if sys.platform == "linux" else None
+    missing = "bwrap is missing: apt install bubblewrap" if sys.platform == "linux" else "it needs Linux"
+    mode = Isolation(command, "" if command else missing)
+    if command and (problem := _problem(mode)):
+        mode = Isolation(problem=problem)
+    return mode
+
+
+@functools.cache
+def warn_about(mode: Isolation) -> None:
+    """Log, once, what is weaker in a mode."""
+    if mode.weaker:
+        logger.warning("programs in responses are isolated by %s (docs/security.md)", mode.describe())
+
+
+def _problem(mode: Isolation) -> str:
+    """Why programs cannot run in a mode; empty if they can."""
+    from verl.processes.isolation.program import Limits, run_program
+
+    try:
+        finished = run_program("print(1)", limits=Limits(60.0), mode=mode)
+    except OSError as error:
+        return str(error)
+    return "" if finished.stdout == "1\n" else f"{finished.failure}: {' '.join(finished.stderr.split())[-300:]}"

@@ -1,0 +1,322 @@
+"""Running a program that nobody has reviewed, with limits on time, memory and output.
+
+    finished = run_program("print(input())", limits=Limits(seconds=10), stdin="1")
+    finished.failure, finished.stdout          # None, "1\n"
+
+Where bubblewrap works, the program has separate user, mount, process, network and IPC namespaces, a read-only root, and
+a working folder in memory. Elsewhere it is confined by Landlock and seccomp (see `mode` and docs/security.md). It is
+measured from outside, and all processes that it starts end with it. The kernel is shared: isolating a program that
+attacks the kernel needs a virtual machine.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import select
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from verl.processes.child import descendants, memory_of
+from verl.processes.isolation.boot import NICE_OF_ROOT, landlock_abi
+from verl.processes.isolation.mode import SHARED_MEMORY, Isolation, isolation, warn_about
+
+logger = logging.getLogger("verl.rewards")
+
+MEASURE_SECONDS = 0.05  # between two measurements
+#: of one program: processes and threads, open files and pipes (a socket holds up to 0.4 MiB of the kernel's memory),
+#: the same of one process, files and folders
+MOST_TASKS, MOST_OPEN_FILES, MOST_OPEN_FILES_OF_PROCESS, MOST_FILES = 256, 1024, 256, 4096
+MOST_READ_PROCESSES = 32  # whose shared pages count once: reading them waits for locks of these processes
+_SIGNALS = {128 + number.value: number.name for number in signal.Signals}
+_END_SECONDS = 5.0  # for the supervisor (boot.py) to end the processes that a program has left
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a program with all processes that it starts.
+
+    Attributes:
+        seconds: Elapsed time. The processor time of one process has the same limit, rounded up.
+        memory_bytes: Memory, with files in memory (Linux only).
+        output_bytes: Standard output; also standard error.
+    """
+
+    seconds: float
+    memory_bytes: int = 1 << 30
+    output_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The result of a program.
+
+    Attributes:
+        failure: None if it exited with status 0, otherwise why not: a predicate whose subject is the program.
+        stdout: Standard output, truncated at the limit.
+        stderr: Standard error, truncated at the limit.
+    """
+
+    failure: str | None
+    stdout: str
+    stderr: str
+
+
+def run_program(
+    code: str,
+    *,
+    limits: Limits,
+    stdin: str = "",
+    arguments: Sequence[str] = (),
+    peer_arguments: Sequence[str] | None = None,
+    mode: Isolation | None = None,
+) -> Finished:
+    """Run Python `code` as a script in an empty folder, with this interpreter and without its environment.
+
+    Args:
+        code: The source of the script.
+        limits: Limits on time, memory and output.
+        stdin: Text for standard input.
+        arguments: Of the script.
+        peer_arguments: Run the script a second time with these, isolated from the first one, until that ends. Both get
+            two further arguments: the descriptors of pipes to read from the other one, and to write to it. They share
+            the working folder, for files that a test gives to a program; neither imports from it.
+        mode: None: the strongest that works here.
+
+    Raises:
+        OSError: The program cannot be started.
+    """
+    mode, processes, pipes = mode or isolation(), [], [(), ()]
+    is_alone, folder = peer_arguments is None, None
+    warn_about(mode)
+    with contextlib.ExitStack() as stack:
+        if not (mode.bubblewrap and is_alone):
+            folder = tempfile.mkdtemp(prefix="program-")
+            stack.callback(_remove, folder)
+        try:
+            if not is_alone:
+                (reads, peer_writes), (peer_reads, writes) = os.pipe(), os.pipe()
+                pipes = [(reads, writes), (peer_reads, peer_writes)]
+            settings = mode.settings(code, _resources(limits, folder), is_alone)
+            starts = [(arguments, stdin, pipes[0], limits, mode, folder, subprocess.PIPE)]
+            starts += [] if is_alone else [(peer_arguments, "", pipes[1], limits, mode, folder, subprocess.DEVNULL)]
+            for start in starts:
+                processes.append(_Process(settings, *start))
+                stack.callback(processes[-1].close)
+        finally:
+            for descriptor in sum(pipes, ()):
+                os.close(descriptor)
+        return _wait(processes, limits)
+
+
+def _wait(processes: "Sequence[_Process]", limits: Limits) -> Finished:
+    """Wait until the first process has ended or one exceeds a limit."""
+    deadline, failure, is_running = time.monotonic() + limits.seconds, None, True
+    while is_running and failure is None:
+        try:
+            outputs, is_running = processes[0].popen.communicate(timeout=MEASURE_SECONDS), False
+        except subprocess.TimeoutExpired as error:
+            outputs = (error.stdout or b"", error.stderr or b"")
+        if max(map(len, outputs)) > limits.output_bytes:
+            failure = f"printed more than {limits.output_bytes} bytes"
+        elif is_running and time.monotonic() >= deadline:
+            failure = f"did not end within {limits.seconds:g} s"
+        elif is_running:
+            failure = next(filter(None, (process.excess() for process in processes)), None)
+    status = processes[0].end()
+    if status == 128 + signal.SIGXCPU:
+        failure = f"used more than {limits.seconds:g} s of processor time"
+    elif failure is None and status:
+        failure = f"ended by {_SIGNALS[status]}" if status in _SIGNALS else f"ended with exit status {status}"
+    return Finished(failure, *(data[: limits.output_bytes].decode("utf-8", errors="replace") for data in outputs))
+
+
+class _Process:
+    """A running program."""
+
+    def __init__(
+        self,
+        settings: bytes,
+        arguments: Sequence[str],
+        stdin: str,
+        pipes: Sequence[int],
+        limits: Limits,
+        mode: Isolation,
+        folder: str | None,
+        output: int,
+    ):
+        self._limits, self._folder, self._descriptor = limits, folder, None
+        with (
+            _input_file(settings) as settings_file,
+            _input_file(stdin.encode(errors="replace")) as stdin_file,
+            _input_file(mode.call_filter(is_alone=not pipes)) as filter_file,
+            contextlib.ExitStack() as stack,
+        ):
+            info, their_info = (stack.enter_context(open(end, kind)) for end, kind in zip(os.pipe(), ("rb", "wb")))
+            for_bubblewrap = [their_info.fileno(), filter_file.fileno()]
+            command = mode.command(folder, limits.memory_bytes // 2, *for_bubblewrap)
+            self.popen = subprocess.Popen(
+                [*command, str(settings_file.fileno()), *arguments, *map(str, pipes)],
+                pass_fds=[settings_file.fileno(), *pipes, *(for_bubblewrap if mode.bubblewrap else [])],
+                env=mode.environment(folder),
+                cwd=folder,
+                stdin=stdin_file,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+            their_info.close()
+            self._root = self.popen.pid
+            if mode.bubblewrap:
+                self._open_namespace(info)
+
+    def _open_namespace(self, info: BinaryIO) -> None:
+        """Find process 1 of the namespace, which bubblewrap names in `info`."""
+        try:
+            self._root = json.load(info)["child-pid"]
+            self._descriptor = os.pidfd_open(self._root)
+            if not os.getuid():
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    os.setpriority(os.PRIO_PGRP, self.popen.pid, NICE_OF_ROOT)
+        except (ValueError, OSError) as error:
+            self.popen.kill()
+            message = (self.popen.communicate()[1] or b"").decode(errors="replace").strip()
+            raise OSError(f"bubblewrap cannot start a program: {message or error}") from error
+
+    def excess(self) -> str | None:
+        """The limit that the program exceeds now, as a predicate (Linux)."""
+        if sys.platform != "linux":
+            return None
+        pids, tasks, open_files, memory = [self._root], 0, 0, self._limits.memory_bytes
+        for pid in descendants(self._root):
+            pids.append(pid)
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has exited since
+                tasks += len(os.listdir(f"/proc/{pid}/task"))
+                open_files += _open_files(pid)
+            if tasks > MOST_TASKS:  # a fork bomb would grow faster than this loop
+                return f"had more than {MOST_TASKS} processes and threads"
+        if open_files > MOST_OPEN_FILES:
+            return f"had more than {MOST_OPEN_FILES} open files and pipes"
+        try:
+            (files, in_memory), (files_on_disk, on_disk) = self._files_in_memory(), _files_below(self._folder)
+        except OSError:
+            return "made folders that cannot be measured"
+        if files + files_on_disk > MOST_FILES:
+            return f"made more than {MOST_FILES} files"
+        if max(in_memory, on_disk) > memory // 2:
+            return f"wrote more than {memory // 2 >> 20} MiB to files"
+        ways = (False, True) if len(pids) <= MOST_READ_PROCESSES else (False,)
+        if all(in_memory + memory_of(pids, shared_once) > memory for shared_once in ways):
+            return f"used more than {memory >> 20} MiB together"
+        return _host_excess()
+
+    def _files_in_memory(self) -> tuple[int, int]:
+        """Number and size of the files, also of those that are deleted and open."""
+        if self._descriptor is None:
+            return 0, 0
+        try:
+            mounted = os.statvfs(f"/proc/{self._root}/root{SHARED_MEMORY}")
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            return 0, 0
+        return mounted.f_files - mounted.f_ffree, (mounted.f_blocks - mounted.f_bfree) * mounted.f_frsize
+
+    def end(self) -> int:
+        """End all its processes. Returns the exit status."""
+        if self._descriptor is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+            select.select([self._descriptor], [], [], _END_SECONDS)  # process 1 ends after all others
+            return self.popen.wait()
+        self.popen.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(_END_SECONDS)
+        with contextlib.suppress(ProcessLookupError):  # no process of its group is left
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        return self.popen.wait()
+
+    def close(self) -> None:
+        """End it."""
+        self.end()
+        for stream in filter(None, (self.popen.stdout, self.popen.stderr)):
+            stream.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder of any depth and permissions."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.path.exists(folder):
+        for command in (["chmod", "-R", "u+rwX", folder], ["rm", "-rf", folder]):
+            subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
+
+
+def _resources(limits: Limits, folder: str | None) -> dict[str, int]:
+    """Limits of each process of a program. folder: on the disk, if it has one."""
+    resources = {
+        "RLIMIT_CPU": int(limits.seconds) + 1,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_NOFILE": MOST_OPEN_FILES_OF_PROCESS,
+    }
+    if sys.platform == "linux":  # only Linux has a limit of the address space that programs survive
+        # the kernel counts all of this user, and does not limit root
+        tasks = int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[2])
+        resources |= {"RLIMIT_AS": limits.memory_bytes, "RLIMIT_NPROC": tasks + MOST_TASKS}
+    return resources | ({"RLIMIT_FSIZE": limits.output_bytes} if folder else {})
+
+
+def _input_file(content: bytes) -> BinaryIO:
+    """A file without a name that a program can read, and not write to (Linux)."""
+    if sys.platform != "linux":
+        file = tempfile.TemporaryFile()  # noqa: SIM115
+        file.write(content)
+        file.seek(0)
+        return file
+    with open(os.memfd_create("input", os.MFD_ALLOW_SEALING), "wb") as file:
+        file.write(content)
+        file.flush()
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        return open(f"/proc/self/fd/{file.fileno()}", "rb")
+
+
+def _open_files(pid: int) -> int:
+    """The number of descriptors of a process, or as many as it can have if they cannot be read."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    except PermissionError:  # the file of the program cannot be read, or it is a zombie, which has no memory
+        return MOST_OPEN_FILES_OF_PROCESS if landlock_abi() > 0 and memory_of([pid]) else 0
+
+
+def _files_below(folder: str | None) -> tuple[int, int]:
+    """Number and size of the files and folders in a folder. Raises OSError if one of them cannot be read."""
+    count, size, folders = 0, 0, [folder] if folder else []
+    while folders and count <= MOST_FILES:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                info = entry.stat(follow_symlinks=False)
+                count, size = count + 1, size + info.st_blocks * 512
+                folders += [entry.path] if stat.S_ISDIR(info.st_mode) else []
+    return count, size
+
+
+def _host_excess() -> str | None:
+    """The kernel holds buffers, locks and inodes for programs, which are not all measured: a program ends before the
+    host is out of memory."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    memory = {name: int(text.split()[0]) << 10 for name, _, text in (line.partition(":") for line in lines)}
+    reserve = min(memory["MemTotal"] // 32, 1 << 30)
+    if memory["MemAvailable"] >= reserve:
+        return None
+    logger.warning("a program in a response was ended: the host has less than %d MiB of memory", reserve >> 20)
+    return f"ran while the host had less than {reserve >> 20} MiB of memory"
