@@ -52,9 +52,8 @@ def on_files(files: Any, config: Any) -> Any:
     pending = [file for file in files if file.is_documentation_page()]
     while pending:
         file = pending.pop()
-        folder = posixpath.dirname(_repository_path(file.src_uri))
         for _, target, _ in LINK.findall(file.content_string):
-            path = posixpath.normpath(posixpath.join(folder, target))
+            path = _linked_path(file.src_uri, target)
             page = _page(path)
             if page.startswith(f"{SOURCE}/") and files.get_file_from_path(page) is None and _is_shown(path):
                 level = InclusionLevel.NOT_IN_NAV
@@ -66,12 +65,11 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Insert the objects, and rewrite the links to other files of the repository."""
     page.meta.setdefault("search", {"boost": BOOST.get(page.ancestors[-1].title, 1)} if page.ancestors else {})
-    folder = posixpath.dirname(_repository_path(page.file.src_uri))
     start = posixpath.dirname(page.file.src_uri) or "."
 
     def link(match: re.Match[str]) -> str:
         label, target, anchor = match[1], match[2], match[3] or ""
-        path = posixpath.normpath(posixpath.join(folder, target))
+        path = _linked_path(page.file.src_uri, target)
         if "://" in target or not (ROOT / path).exists():
             return match[0]
         if files.get_file_from_path(_page(path)) is None:
@@ -88,6 +86,12 @@ def _page(path: str) -> str:
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return posixpath.join(SOURCE, path if path.endswith(".md") else f"{path}.md")
+
+
+def _linked_path(page: str, target: str) -> str:
+    """The file of the repository that a relative link of a page leads to; without symbolic links."""
+    path = (ROOT / _repository_path(page)).parent.joinpath(target).resolve()
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else target
 
 
 def _repository_path(page: str) -> str:
