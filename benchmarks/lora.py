@@ -58,7 +58,7 @@ def planned_gib(overrides: list[str]) -> float:
     from verl.trainer.startup.roles import roles_of
 
     config = load_config(overrides=overrides)
-    return estimate(config, roles_of(config)).plan.peak / GIB
+    return estimate(config, roles_of(config)).peak / GIB
 
 
 def train(overrides: list[str], limit_gib: float) -> dict[str, Any]:

@@ -15,11 +15,10 @@ t_g (Sheng et al. 2024, arXiv 2409.19256, section 5). Every line is one layout a
 Weights are float32, on GPUs bfloat16. Received bytes are counted in the collectives of a push: `mean_bytes` and
 `max_bytes` of a rank, and `share`, the mean relative to all weights; `formula` is that of the paper's table 2, for
 weights that all ranks divide evenly. Norms are on every rank of a stage. `seconds`: the median push of the slowest
-rank, with the checksums of `reshard` and none of `vanilla`. What is stored is compared with the weights bit by bit.
+rank, by both ways. What is stored is compared with the weights bit by bit.
 `less_bytes` and `less_seconds`: relative to `vanilla` of the same layout. `vanilla` has one collective per parameter
 and stage, `reshard` one per bucket: `consecutive` shows what of the seconds is due to that. On GPUs also
-`limit_seconds`, the time of `max_bytes` at the rate of an all-to-all of one block, `ratio`, seconds / limit_seconds,
-and `above_gib`, the peak memory of a push above the weights of both sides.
+`above_gib`, the peak memory of a push above the weights of both sides.
 """
 
 import argparse
@@ -42,12 +41,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from weight_sync import SHAPES  # noqa: E402
 
+from tests.hybrid_groups import HybridGroups  # noqa: E402
 from verl.rollout.native.slices import Slices  # noqa: E402
 from verl.rollout.tensor_parallel import TensorParallel  # noqa: E402
 from verl.single_controller.worker import free_port  # noqa: E402
 from verl.utils.shards import Shard, matrix_shape  # noqa: E402
 from verl.weight_sync import ReshardSync, SlicedWeights  # noqa: E402
-from verl.weight_sync.reshard.plan import HybridGroups, Stored  # noqa: E402
+from verl.weight_sync.reshard.plan import Stored  # noqa: E402
 from verl.weight_sync.reshard.sync import Peers  # noqa: E402
 
 #: (p, t, d, p_g, t_g) by number of processes; 1-4-2 -> 1-2 is the paper's example
@@ -223,7 +223,7 @@ def measure(
     rank, device = dist.get_rank(), model.device
     training, generation = Training(model, groups, rank), Generation(model, groups, rank)
     rollout = SimpleNamespace(receiver=lambda: generation, weight_version=None)
-    sync = ReshardSync(rollout, device, args.bucket_mib * 2**20, grouping=groups, check_every=0)
+    sync = ReshardSync(rollout, device, args.bucket_mib * 2**20, check_every=0)
     seconds, above = [], 0
     for version in range(1 + args.pushes):  # the first one makes the plan
         _synchronize(device)
@@ -254,7 +254,6 @@ def work(rank: int, ranks: int, args: argparse.Namespace, port: int) -> None:
     small = (args.hidden, 4 * args.hidden, LAYERS, HEADS, HEADS, VOCABULARY)
     model = Model(SHAPES[args.shape] if args.shape else small, device)
     counter, total = Counter(), sum(model.dtype.itemsize * torch.Size(shape).numel() for shape in model.shapes.values())
-    bandwidth = Peers(None, device).bandwidth() if device.type == "cuda" else None
     for sizes in LAYOUTS[ranks]:
         vanilla: dict[str, Any] = {}
         for way in WAYS:
@@ -262,7 +261,7 @@ def work(rank: int, ranks: int, args: argparse.Namespace, port: int) -> None:
             results: list[Any] = [None] * ranks
             dist.all_gather_object(results, measure(way, groups, model, args, counter))
             line = {"layout": "{}-{}-{} -> {}-{}".format(*sizes), "ranks": ranks, "way": way, "model_bytes": total}
-            line |= summary(results, total, bandwidth)
+            line |= summary(results, total, device.type == "cuda")
             line["formula"] = None if way == "consecutive" else float(groups.communication)
             vanilla = vanilla or line
             line["less_bytes"] = round(1 - line["mean_bytes"] / vanilla["mean_bytes"], 3)
@@ -273,15 +272,13 @@ def work(rank: int, ranks: int, args: argparse.Namespace, port: int) -> None:
     dist.destroy_process_group()
 
 
-def summary(results: list[dict[str, float]], total: int, bandwidth: float | None) -> dict[str, Any]:
-    """The figures of a line, from those of all ranks. bandwidth: bytes per second, on GPUs."""
+def summary(results: list[dict[str, float]], total: int, on_gpu: bool) -> dict[str, Any]:
+    """The figures of a line, from those of all ranks."""
     received, seconds = [result["bytes"] for result in results], max(result["seconds"] for result in results)
     mean = sum(received) / len(results)
     line = {"mean_bytes": mean, "max_bytes": max(received), "share": round(mean / total, 4)}
     line["seconds"] = round(seconds, 4)
-    if bandwidth:
-        line["limit_seconds"] = round(max(received) / bandwidth, 4)
-        line["ratio"] = round(seconds / (max(received) / bandwidth), 2) if max(received) else None
+    if on_gpu:
         line["above_gib"] = round(max(result["above"] for result in results) / 2**30, 2)
     return line
 

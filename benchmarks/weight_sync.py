@@ -167,7 +167,6 @@ class Bench:
     def report(self, case: str, records: list[dict]) -> None:
         size = max(side["bytes"] for side in records)
         seconds = max(side["seconds"] for side in records)
-        limit = records[0]["bandwidth"]
         line = {
             "case": case,
             "shape": self.args.shape,
@@ -176,16 +175,13 @@ class Bench:
             "kept_bytes": max(side["kept"] for side in records),
             "seconds": round(seconds, 4),
             "gb_per_second": round(size / seconds / 1e9, 2),
-            "limit_gb_per_second": round(limit / 1e9, 1),
-            "limit_seconds": round(size / limit, 4) if limit else None,
-            "ratio": round(seconds * limit / size, 2) if limit else None,
             "above_gib": [round(side["above"] / 2**30, 3) for side in records],
             "bucket_mib": self.args.bucket_mib,
             "torch": torch.__version__,
         }
         print(json.dumps(line), flush=True)
 
-    def measure(self, push: Callable[[int], SyncReport], bandwidth: float = 0.0) -> dict:
+    def measure(self, push: Callable[[int], SyncReport]) -> dict:
         """The fastest of several pushes after the first one, and the peak memory of all but the first."""
         push(0)
         before = self.memory()
@@ -206,7 +202,6 @@ class Bench:
             "kept": report.kept,
             "seconds": seconds,
             "above": above,
-            "bandwidth": bandwidth or report.bandwidth,
         }
 
     def memory(self) -> int:
@@ -221,7 +216,6 @@ class Bench:
         ports = [free_port()]
         dist.broadcast_object_list(ports, 0, self.host)
         group = TransferGroup(("127.0.0.1", ports[0]), self.rank, 2, self.device, 600.0)
-        group.measure()
         if self.rank == 0:
             source = Source(model(self.args.shape, self.device, torch.float32))
             sync = CollectiveSync(group, NARROW, self.args.bucket_mib * 2**20, adapters, self.args.check_every)
@@ -241,28 +235,14 @@ class Bench:
         fill(module)
         return Source(module)
 
-    def _gather_bandwidth(self) -> float:
-        """Bytes per second of the result of an all-gather."""
-        size = 256 * 2**20 if self.is_gpu else 8 * 2**20
-        local = torch.zeros(size // 2, dtype=torch.uint8, device=self.device)
-        gathered, seconds = torch.empty(size, dtype=torch.uint8, device=self.device), math.inf
-        for _ in range(4):
-            dist.barrier(self.host)
-            start = time.perf_counter()
-            dist.all_gather_into_tensor(gathered, local)
-            if self.is_gpu:
-                torch.cuda.synchronize()
-            seconds = min(seconds, time.perf_counter() - start)
-        return size / seconds
-
     def _colocated(self, receiver, reshard: bool = False) -> dict:
-        bandwidth, source = self._gather_bandwidth(), self._sharded()
+        source = self._sharded()
         engine = SimpleNamespace(receiver=lambda: receiver, weight_version=0)
         if reshard:
             sync = ReshardSync(engine, self.device, self.args.bucket_mib * 2**20, check_every=self.args.check_every)
-            return self.measure(lambda version: sync.push(source, version), sync.peers.bandwidth())
+            return self.measure(lambda version: sync.push(source, version))
         sync = ReplicaSync(engine, check_every=self.args.check_every)
-        return self.measure(lambda version: sync.push(source, version), bandwidth)
+        return self.measure(lambda version: sync.push(source, version))
 
     def _slices(self) -> SliceReceiver:
         module, tp = model(self.args.shape, torch.device("meta"), NARROW), TensorParallel(self.rank, 2)

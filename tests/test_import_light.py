@@ -25,7 +25,6 @@ ADAPTERS = {
     "verl.modeling.log_probs_triton",
     "verl.modeling.batch_invariant.triton_kernels",
     "verl.rollout.native.triton_kernels",
-    "verl.weight_sync.reshard.chunks_triton",
     "verl.rollout.native.cuda_decoder",
     "verl.rollout.native.batch_invariant_cuda",
     "verl.rollout.native.generic.cuda",

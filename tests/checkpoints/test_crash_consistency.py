@@ -211,14 +211,13 @@ def test_one_checkpoint_is_always_usable(memory, monkeypatch):
 
 @pytest.mark.slow
 def test_every_prefix_of_three_saves(memory, monkeypatch):
-    """With two checkpoints kept, the best one marked, roles pruned, and a step that is replaced."""
+    """With two checkpoints kept, the best one marked, and a step that is replaced."""
     store = CheckpointStore(memory / "disk" / "runs" / "run", keep=2)
     save(store, 1)
     actions = [
         lambda: save(store, 2),
         lambda: store.mark_best({"step": 2, "saved_as_best": True}),
         lambda: save(store, 3),
-        lambda: store.prune_subfolder("critic", 1),
         lambda: store.mark_best({"step": 3, "saved_as_best": False}),
         lambda: save(store, 3),
     ]

@@ -54,7 +54,7 @@ def test_a_parquet_file_that_changes_is_read_again(write):
 def test_without_the_library(write, monkeypatch):
     path = write("a.parquet", ROWS)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"a.parquet is streamed .*'verl\[hub\]'.*or set data.streaming=false"):
+    with pytest.raises(ValueError, match=r"a.parquet is streamed .*pip install datasets, or set data.streaming=false"):
         read_rows(path, streaming=True)
     monkeypatch.setattr("verl.data.files.STREAMED_BYTES", 1000)
     monkeypatch.setattr("verl.data.files.is_installed", lambda name: False)

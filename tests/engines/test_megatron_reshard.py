@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.engines.megatron_cpu.ranks import MODELS, megatron_engine, reshard_on_rank
 from tests.engines.ranks import run_on_ranks, save_model
-from verl.weight_sync.reshard.plan import HybridGroups
+from tests.hybrid_groups import HybridGroups
 
 
 def overlap(count: int, a: tuple[int, int], b: tuple[int, int]) -> float:

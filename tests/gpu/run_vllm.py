@@ -210,7 +210,7 @@ def main() -> int:
         run_one(args.one, args.folder, args.device)
         return 0
     from examples.quickstart.tiny_model import tiny_model
-    from verl.rollout.vllm.settings import installed_version
+    from verl.rollout.vllm.traits import PACKAGE
 
     begun, gpus = time.monotonic(), len(installed_gpus()) if args.device == "cuda" else 2
     chosen = [v for v in variants() if v.gpus <= gpus and (not args.only or any(w in v.name for w in args.only))]
@@ -236,9 +236,11 @@ def main() -> int:
             args.logs.mkdir(parents=True, exist_ok=True)
             shutil.copy(log, args.logs)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    found = {"command": "python tests/gpu/run_vllm.py", "vllm": installed_version()} | machine() | {"results": rows}
+    found = (
+        {"command": "python tests/gpu/run_vllm.py", "vllm": PACKAGE.installed_version} | machine() | {"results": rows}
+    )
     args.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{time.monotonic() - begun:.0f} s in all; vLLM {installed_version()}; {json.dumps(found['versions'])}")
+    print(f"{time.monotonic() - begun:.0f} s in all; vLLM {PACKAGE.installed_version}; {json.dumps(found['versions'])}")
     print(table(rows), flush=True)
     return 0 if all(row["ok"] for row in rows) else 1
 

@@ -4,8 +4,9 @@ import functools
 
 import pytest
 
-from verl.processes.isolation import mode as mode_module
-from verl.processes.isolation.mode import Isolation, isolation
+from verl.processes.isolation import program
+from verl.processes.isolation.mode import Isolation
+from verl.processes.isolation.program import isolation
 
 LANDLOCK = Isolation(problem="the test asks for none")
 has_bubblewrap = isolation().bubblewrap is not None
@@ -16,7 +17,4 @@ each_mode = pytest.mark.parametrize("mode", [pytest.param("bubblewrap", marks=ne
 
 def use(monkeypatch: pytest.MonkeyPatch, mode: Isolation) -> None:
     """Let `run_program` use a mode."""
-    from verl.processes.isolation import program
-
-    for module in (program, mode_module):
-        monkeypatch.setattr(module, "isolation", functools.cache(lambda: mode))
+    monkeypatch.setattr(program, "isolation", functools.cache(lambda: mode))

@@ -10,8 +10,8 @@ from tests.rewards.modes import LANDLOCK, MODES, each_mode, needs_bubblewrap
 from verl.processes.child import memory_of
 from verl.processes.isolation import mode as mode_module
 from verl.processes.isolation import program
-from verl.processes.isolation.mode import Isolation, isolation, warn_about
-from verl.processes.isolation.program import Limits, _files_below, run_program
+from verl.processes.isolation.mode import Isolation
+from verl.processes.isolation.program import Limits, _files_below, isolation, run_program, warn_about
 
 ON_LINUX = sys.platform == "linux"
 
@@ -150,7 +150,8 @@ def detected(monkeypatch):
 
     def detect(**changes: object) -> Isolation:
         for name, value in changes.items():
-            monkeypatch.setattr(mode_module, name, value)
+            for module in (program, mode_module):
+                monkeypatch.setattr(module, name, value, raising=False)
         return isolation.__wrapped__()
 
     return detect

@@ -67,7 +67,7 @@ REFUSED = {
     "did you mean 'timeout'": manager(time_out=3),
     "timeout: expected seconds above 0": manager(timeout=0),
     "failure_score: expected a finite number": manager(failure_score=float("nan")),
-    "expected 'raise', 'count' or 'quarantine'": manager(on_error="ignore"),
+    "expected 'raise' or 'count'": manager(on_error="ignore"),
     "takes lists, .* use reward_manager=batch": manager("naive", "batch"),
     "takes one response, .* use reward_manager=naive": manager("batch"),
     "'compute_score': expected a subclass of RewardManager": lambda: load_reward_manager(

@@ -15,8 +15,8 @@ def push(
     sent: Mapping[str, torch.Tensor],
     folder: Path,
     received: Mapping[str, torch.Tensor] | None = None,
-) -> list[str]:
-    """Push to all ranks, one after the other. Returns what is stale.
+) -> None:
+    """Push to all ranks, one after the other.
 
     Args:
         ranks: the model of each rank.
@@ -24,15 +24,13 @@ def push(
         folder: for the outcomes; empty afterwards.
         received: what the last rank gets instead of the weights.
     """
-    sums, outcome = loader.sums_of_bits(sent.items()), folder / "outcome"
-    for bucket, expected, dtype in ((sent, sums, None), ({}, {}, torch.float32)):
-        for rank, model in enumerate(ranks):
-            given = received if bucket and received and rank == len(ranks) - 1 else bucket
-            order = loader.instruction(outcome, expected, dtype)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(torch.distributed, "is_initialized", lambda: True)
-                patch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-                loader.load(model, [*given.items(), (loader.INSTRUCTION, order)])
-        stored = loader.read_outcomes(outcome, len(ranks))
+    outcome = folder / "outcome"
+    for rank, model in enumerate(ranks):
+        weights = received if received and rank == len(ranks) - 1 else sent
+        order = loader.instruction(outcome, loader.sums_of_bits(sent.items()))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.distributed, "is_initialized", lambda: True)
+            patch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+            loader.load(model, [*weights.items(), (loader.INSTRUCTION, order)])
+    loader.check_outcomes(outcome, len(ranks))
     assert not list(folder.iterdir())
-    return loader.find_stale(stored, {name: (tensor.numel(), sums[name]) for name, tensor in sent.items()})

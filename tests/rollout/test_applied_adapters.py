@@ -20,7 +20,6 @@ from verl.rollout.adapters import AdaptedLayers
 from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.request import Request, SamplingParams, make_requests
 from verl.weight_sync import ReplicaSync
-from verl.weight_sync.adapters import matrix_pairs
 from verl.workers.rollout.role import CastWeightSource
 
 pytest.importorskip("peft")
@@ -81,8 +80,6 @@ CASES = {
     "sglang-qwen2": {},
     "sglang-llama": {"target_modules": ["v_proj", "up_proj", "o_proj"], "lora_rank": 5},
 }
-vllm, sglang = (pytest.mark.parametrize("pair", [c for c in CASES if c.startswith(name)], indirect=True)
-                for name in ("vllm", "sglang"))  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -163,76 +160,3 @@ def test_running_requests_continue_with_the_new_adapter(pair):
     trained = pair.trainer.infer(DataProto.from_dict(row), ("log_probs",), MicroBatching())["log_probs"][0]
     mismatch = (trained - torch.tensor(found.log_probs)).abs()
     assert mismatch[since:].max() < BOUND < mismatch[:since].max()
-
-
-def check_refused_push(pair: Pair, monkeypatch: pytest.MonkeyPatch, message: str) -> None:
-    """A push that a patch spoils is refused, nothing is generated after it, and the next one repairs the engine."""
-    pair.randomize()
-    with pytest.raises(ValueError, match=message):
-        pair.sync.push(pair.source, 2)
-    with pytest.raises(ValueError, match="has the base weights, but no adapters"):
-        greedy(pair.applied)
-    monkeypatch.undo()
-    pair.push(3)
-    assert pair.mismatch(greedy(pair.applied)) < BOUND
-
-
-@vllm
-@pytest.mark.parametrize("matrix", ["lora_a_stacked", "lora_b_stacked"])
-def test_a_stale_adapter_is_found(pair, matrix, monkeypatch):
-    from verl.rollout.vllm.weights import engine_model
-
-    pair.push(1)
-    layers = engine_model(pair.applied.llm).lora_manager.modules
-    kind = type(next(layer for name, layer in layers.items() if "layers.1.self_attn" in name))
-    load = kind.set_lora
-
-    def set_lora(self, *args):
-        stacks = getattr(self, matrix)
-        kept = [stack.clone() for stack in stacks]
-        load(self, *args)
-        for stack, old in zip(stacks, kept):
-            stack.copy_(old)
-
-    monkeypatch.setattr(kind, "set_lora", set_lora)
-    text = rf"version 2: matrix {matrix[5].upper()} of vLLM's layer .*layers\.\d\..* is not what was sent: .* stale"
-    check_refused_push(pair, monkeypatch, text)
-
-
-@vllm
-def test_a_layer_with_an_adapter_that_was_not_sent_is_found(pair):
-    from verl.rollout.vllm import adapters
-    from verl.rollout.vllm.weights import engine_model
-
-    pair.push(1)
-    model = engine_model(pair.applied.llm)
-    config, dropped = pair.trainer.adapter_config(), pair.layers.names[0]
-    pairs = [p for p in matrix_pairs(pair.trainer.adapter_weights(), 2) if p[0] != dropped]
-    loading = adapters._Loading(model, 2, pairs, config["scaling"])
-    loading.verify()  # vLLM has set the dropped layer to zero
-    layer = model.lora_manager.modules[loading._target(dropped)[0]]
-    stack = layer.lora_a_stacked[0] if isinstance(layer.lora_a_stacked, tuple) else layer.lora_a_stacked
-    stack[0, 0, 0, 0] += 1
-    loading = adapters._Loading(model, 2, pairs, config["scaling"])
-    stack[0, 0, 0, 0] += 1
-    with pytest.raises(ValueError, match="is not what was sent"):
-        loading.verify()
-    pair.push(3)
-
-
-@sglang
-def test_an_adapter_that_sglang_did_not_load_is_found(pair, monkeypatch):
-    """One matrix arrives with other values than those that were to be sent."""
-    pair.push(1)
-    from verl.rollout.sglang.loader import sums_of_bits
-
-    receiver = pair.applied.receiver()
-    send = receiver._send
-
-    def spoiled(matrices, sums, *args):
-        last = max(at for at, (_, matrix) in enumerate(matrices) if matrix.any())
-        changed = [(name, matrix * (1 + (at == last))) for at, (name, matrix) in enumerate(matrices)]
-        return send(changed, sums_of_bits(changed), *args)
-
-    monkeypatch.setattr(receiver, "_send", spoiled)
-    check_refused_push(pair, monkeypatch, r"in SGLang 1\.\w+\.B does not have the bits that were sent: .* stale")

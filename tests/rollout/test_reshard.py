@@ -1,6 +1,5 @@
 """Every rank receives the slices of the parameters that it stores, no others, and faults are named."""
 
-import re
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,10 +12,9 @@ from tests.rollout.test_native_families import model
 from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
 from verl.utils.shards import Box, Chunk, Shard, boxes_of, matrix_shape, whole
-from verl.weight_sync import ReshardSync, SlicedWeights, SyncReport, buckets
+from verl.weight_sync import ReshardSync, SlicedWeights, SyncReport
 from verl.weight_sync.reshard import chunk_table
 from verl.weight_sync.reshard.plan import RankLayout, Stored, make_plan
-from verl.weight_sync.reshard.sync import Peers
 
 CPU = torch.device("cpu")
 
@@ -220,33 +218,6 @@ def test_every_rank_gets_its_slices_and_only_what_it_lacks(ranks, tp, boxes, cas
         assert (report.bytes, report.kept) == expected
 
 
-def corrupting(monkeypatch) -> None:
-    """A bit of what rank 1 receives in the second bucket that sends it anything changes on the way."""
-    exchange, starts = Peers.start_exchange, []
-
-    def start(peers, received, sent, counts, sizes):
-        work = exchange(peers, received, sent, counts, sizes)
-        if peers.rank != 1 or not len(received):
-            return work
-        starts.append(1)
-        is_hit = len(starts) == 2
-        return SimpleNamespace(wait=lambda: (work.wait(), is_hit and received[:1].bitwise_xor_(1)))
-
-    monkeypatch.setattr(Peers, "start_exchange", start)
-
-
-@pytest.mark.parametrize("check_every", [0, 1])
-def test_a_bucket_that_is_damaged_in_transit_is_named_in_the_same_push(check_every, monkeypatch):
-    corrupting(monkeypatch)
-    errors, receivers, _ = push(2, 2, row_sharded, bucket=4096, check_every=check_every)
-    for error in errors:
-        assert isinstance(error, ValueError) and str(error) == str(errors[0])
-        assert re.fullmatch(
-            r"weights of version 0 were corrupted in transit: bucket \d+ from rank 0 to rank 1", str(error)
-        )
-    assert not any(receiver.filled for receiver in receivers)
-
-
 def copying(change):
     """A fault in the copies of what was received: change(targets, sources) -> targets, sources."""
     honest, lock = chunk_table.copy_chunks, threading.Lock()
@@ -403,10 +374,6 @@ def test_layouts_that_do_not_fit_are_refused():
         make_plan([RankLayout(tuple(own), stored) for own in shards], 100)
 
     plan([[Shard("a", shape, top)], [Shard("a", shape, bottom)]], {"a": full})
-    with pytest.raises(ValueError, match="shards of a: expected each of 24 elements once, found 12"):
-        plan([[Shard("a", shape, top)], []], {"a": full})
-    with pytest.raises(ValueError, match="shards of a: expected each of 24 elements once"):
-        plan([[Shard("a", shape, top)], [Shard("a", shape, Box(1, 3, 0, 6))]], {"a": full})
     with pytest.raises(ValueError, match=r"training does not have: \['b'\]"):
         plan([[Shard("a", shape, whole(shape))]], {"a": full, "b": full})
     with pytest.raises(ValueError, match=r"rollout does not have: \['a'\]"):
@@ -454,21 +421,6 @@ def test_replicas_do_not_send_to_each_other():
     assert sources([(0, 0), (1, 1), (2, 1), (3, 0)]) == {0: {3}, 1: {2}, 2: {1}, 3: {0}}
 
 
-def test_the_bandwidth_is_that_of_the_fastest_of_three_exchanges(monkeypatch):
-    """Of 8 MiB, half to each of two other ranks; the first exchange also connects, and does not count."""
-    clock, seconds = [0.0], iter([0.125, 4.0, 2.0, 8.0])
-    monkeypatch.setattr(buckets, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-
-    def exchange(peers, received, sent, counts, sizes):
-        assert counts == sizes == [4 * 2**20, 0, 4 * 2**20] and len(received) == len(sent) == 8 * 2**20
-        return SimpleNamespace(wait=lambda: clock.append(clock.pop() + next(seconds)))
-
-    monkeypatch.setattr(Peers, "start_exchange", exchange)
-    monkeypatch.setattr(Peers, "gather", lambda peers, value: [value] * 3)
-    peers = Peers(SimpleNamespace(rank=lambda: 1, size=lambda: 3), CPU)
-    assert peers.bandwidth() == 8 * 2**20 / 2.0
-
-
 def test_pipeline_stages_send_at_the_same_time():
     shape = (4, 6)
     stages = [[Shard(f"{stage}.{i}", shape, whole(shape)) for i in range(3)] for stage in range(2)]
@@ -494,3 +446,12 @@ def test_a_block_of_experts_as_boxes(offset, size, boxes):
     block = full[tuple(slice(start, start + n) for start, n in zip(offset, size))]
     found = [full.view(matrix_shape(shape))[b.top : b.bottom, b.left : b.right].flatten() for b in boxes]
     assert torch.equal(torch.cat(found), block.flatten())
+
+
+def test_what_the_rollout_stores_must_be_what_its_layout_says():
+    for wrong in (torch.zeros(3, 4), torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(4, 3).bfloat16().t()):
+        receivers = [Columns(rank) for rank in range(2)]
+        for receiver in receivers:
+            receiver.stored = wrong
+        for error in push_columns(receivers):
+            assert "a: expected 12 contiguous elements of torch.bfloat16 in the rollout, found" in str(error)

@@ -6,11 +6,12 @@ from fractions import Fraction
 import pytest
 import torch
 
+from tests.hybrid_groups import HybridGroups
 from tests.rollout.test_reshard import Source, sync_of, together
 from tests.rollout.test_reshard_groups import holds, needs
 from verl.utils.shards import Box, Chunk, Shard
 from verl.weight_sync import SlicedWeights, SyncReport
-from verl.weight_sync.reshard.plan import HybridGroups, Stored
+from verl.weight_sync.reshard.plan import Stored
 from verl.weight_sync.reshard.sync import Peers
 
 

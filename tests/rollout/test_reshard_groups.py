@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.hybrid_groups import HybridGroups
 from verl.utils.shards import Box
-from verl.weight_sync.reshard.plan import HybridGroups
 
 RANKS = 64
 

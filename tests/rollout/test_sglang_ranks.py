@@ -1,4 +1,4 @@
-"""What SGLang's tensor-parallel ranks receive and store is compared with what was sent, on stand-ins for its model."""
+"""What SGLang's tensor-parallel ranks receive is compared with what was sent, on stand-ins for its model."""
 
 import pytest
 import torch
@@ -59,39 +59,12 @@ def weights(kv_heads: int = HEADS) -> dict[str, torch.Tensor]:
     return sent | {"embed": torch.randn(11, HIDDEN)}
 
 
-@pytest.mark.parametrize(("size", "kv_heads"), [(1, 4), (2, 4), (2, 2), (2, 1), (4, 2), (4, 1)])
-def test_slices_of_all_ranks_have_the_bits_that_were_sent(size, kv_heads, tmp_path):
-    ranks = [Rank(rank, size, kv_heads) for rank in range(size)]
-    assert push(ranks, weights(kv_heads), tmp_path) == []
-    assert all(rank.layers[0]["qkv_proj"].ne(0).all() for rank in ranks)
-
-
-@pytest.mark.parametrize(
-    ("name", "group"),
-    [
-        ("layers.0.k_proj.weight", "layers.0"),
-        ("layers.0.o_proj", "layers.0"),
-        ("layers.0.norm", "layers.0.norm"),
-        ("embed", "embed"),
-    ],
-)
-@pytest.mark.parametrize(("size", "kv_heads"), [(1, 4), (2, 4), (4, 2)])
-def test_a_slice_that_one_rank_keeps_is_found(size, kv_heads, name, group, tmp_path):
-    ranks = [Rank(rank, size, kv_heads) for rank in range(size)]
-    sent = weights(kv_heads)
-    assert push(ranks, sent, tmp_path) == []
-    ranks[size // 2 - 1].skips = name
-    changed = {other: tensor + 1.0 for other, tensor in sent.items()}
-    # one rank has all of o by the name that is sent
-    assert push(ranks, changed, tmp_path) == [name if size == 1 and name.endswith("o_proj") else group]
-
-
 def test_an_error_of_the_loader_is_raised_in_the_trainer(tmp_path):
     with pytest.raises(ValueError, match=r"SGLang's rank 0 cannot load the weights: RuntimeError: The size of tensor"):
         push([Rank(0, 1)], weights() | {"layers.0.norm": torch.zeros(3)}, tmp_path)
     with pytest.raises(ValueError, match="SGLang's rank 1 did not load the weights"):
-        (tmp_path / "outcome-0").write_text('{"error": "", "stored": {}}')
-        loader.read_outcomes(tmp_path / "outcome", 2)
+        (tmp_path / "outcome-0").write_text('{"error": ""}')
+        loader.check_outcomes(tmp_path / "outcome", 2)
 
 
 def test_bits_that_change_on_their_way_to_one_rank_are_found_there(tmp_path):
@@ -106,43 +79,3 @@ def test_bits_that_change_on_their_way_to_one_rank_are_found_there(tmp_path):
     assert not ranks[1].embed.any() and ranks[0].embed.any()  # nothing of the bucket was loaded
     with pytest.raises(ValueError, match=rf"{message}\['embed'\]"):
         push(ranks, sent, tmp_path, {other: sent[other] for other in sent if other != "embed"})
-
-
-def test_parameters_of_another_dtype_or_of_other_layers_are_not_compared(tmp_path):
-    model = Rank(0, 1)
-    model.layers[0]["norm"].data = model.layers[0]["norm"].data.double()
-    model.skips = "layers.0.norm"
-    assert push([model], weights(), tmp_path) == []
-    model.other = nn.Parameter(torch.zeros(3))
-    model.skips = "embed"
-    assert push([model], {n: t + 1 for n, t in weights().items()}, tmp_path) == []
-
-
-def test_replicated_fused_parameters_are_not_compared_with_several_ranks(tmp_path):
-    """They are neither a slice nor the whole of what was sent by one name."""
-    ranks = [Rank(rank, 2) for rank in range(2)]
-    for rank in ranks:
-        rank.layers[0]["fused"] = torch.ones(2, 3)
-    sent = weights() | {"layers.0.a.weight": torch.ones(1, 3), "layers.0.b.weight": torch.ones(1, 3)}
-    assert push(ranks, sent, tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [
-        ([30, 30], True),  # replicated
-        ([18, 12], True),  # sharded
-        ([20, 20], True),  # the heads of k and v twice: 10 more
-        ([20, 21], False),
-        ([30, 0], True),
-        ([30, 31], False),
-        ([0, 0], False),
-        ([30], True),
-        ([40], False),  # one rank has no copies
-        ([30 - 2**64], True),  # sums wrap
-    ],
-)
-def test_matrices_of_adapters(ranks, expected):
-    sent = {"layers.0.q_proj.lora_B.weight": 20, "layers.0.k_proj.lora_B.weight": 4, "layers.0.v_proj.lora_B.weight": 6}
-    assert loader.is_stored(ranks, sent) is expected
-    assert loader.is_stored([0] * len(ranks), {})  # no adapter of this module

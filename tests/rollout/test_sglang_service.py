@@ -78,7 +78,7 @@ def engine():
 
 @pytest.fixture
 def service(engine):
-    return Service(engine, settings.Capabilities("test", update_sessions=False), arguments_of)
+    return Service(engine, settings.Capabilities(update_sessions=False), arguments_of)
 
 
 def run(service, *prompts: int, **keys) -> list[Completion]:

@@ -27,7 +27,7 @@ from verl.protocol import DataProto
 from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.native.vision import rotary_rows
 from verl.rollout.request import Request, SamplingParams, media_of
-from verl.rollout.vllm.settings import Capabilities, _vision_args
+from verl.rollout.vllm.settings import _vision_args
 from verl.trainer.checks.models import ModelLimits
 
 
@@ -184,9 +184,8 @@ def test_engines_refuse_models_and_images_by_name(trainers, tmp_path):
 
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="without torchvision")
 def test_vllm_without_torchvision_is_refused():
-    capabilities = Capabilities("0.0", True, True, True, reset_encoder_cache=True)
     with pytest.raises(ValueError, match="vLLM reads images with torchvision, which is not installed: pip install"):
-        _vision_args(capabilities)
+        _vision_args(())
 
 
 def test_rows_with_images_continue_a_trajectory():

@@ -2,7 +2,6 @@
 
 import importlib.util
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,6 @@ from verl.rollout.adapters import AdaptedLayers
 from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.vllm.adapters import VllmAdapterReceiver, lora_args, obstacles
-from verl.rollout.vllm.settings import Capabilities, probe
 from verl.trainer.ppo.canary import StaleWeightsError
 
 pytest.importorskip("peft")
@@ -75,16 +73,13 @@ def copy_of(path) -> EngineCopy:
 
 
 def test_adapters_that_vllm_does_not_apply(tmp_path):
-    able = Capabilities("1.0", flat_logprobs=True, async_scheduling=True, fused_all_reduce=True, adapters=True)
-    found = [*obstacles(copy_of(save_model("moe", tmp_path)), able, AdaptedLayers((LAYER,), 513))]
+    found = [*obstacles(copy_of(save_model("moe", tmp_path)), AdaptedLayers((LAYER,), 513))]
     assert found[0] == "expected a rank of at most 512, found 513"
     assert found[1].startswith("with LoRA, vLLM chooses kernels for experts") and len(found) == 2
     vision = copy_of(save_vl_model("qwen2_vl", tmp_path / "vision"))
     inside, tower = "model.language_model.layers.0.self_attn.q_proj", "model.visual.blocks.0.attn.proj"
     text = f"expected adapters in the language model only, found {tower}"
-    assert next(obstacles(vision, able, AdaptedLayers((inside, tower), 8))) == text
-    old = replace(able, adapters=False)
-    assert [*obstacles(vision, old, AdaptedLayers((tower,), 8))] == ["vLLM 1.0 cannot load an adapter from tensors"]
+    assert next(obstacles(vision, AdaptedLayers((inside, tower), 8))) == text
 
 
 # ---- with vLLM --------------------------------------------------------------------------------------------------
@@ -99,7 +94,7 @@ def test_models_whose_adapters_vllm_cannot_apply_are_known_before_the_engine_is_
         (save_model("llama", tmp_path), []),
         (tmp_path / "other", ["vLLM's model for stablelm does not support LoRA"]),
     ):
-        assert [*obstacles(copy_of(path), probe(), AdaptedLayers((LAYER,), 512))] == expected
+        assert [*obstacles(copy_of(path), AdaptedLayers((LAYER,), 512))] == expected
 
 
 # ---- runs -------------------------------------------------------------------------------------------------------

@@ -25,9 +25,8 @@ from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.request import Request, SamplingParams
 from verl.rollout.routed_experts import layers_with_experts
 from verl.rollout.vllm import settings
-from verl.rollout.vllm.slices import expert_layers
+from verl.rollout.vllm.weights import expert_layers
 from verl.trainer.ppo.canary import StaleWeightsError
-from verl.weight_sync import ReplicaSync, local_sync
 
 real = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm")
 ENV = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
@@ -47,11 +46,10 @@ def copy_of(hf_config, **keys) -> EngineCopy:
 
 def test_experts_are_computed_by_kernels_with_the_layout_of_their_weights(monkeypatch):
     monkeypatch.setattr(settings, "memory_share", lambda asked, device: asked)
-    able = settings.Capabilities("x", flat_logprobs=True, async_scheduling=True, fused_all_reduce=True)
     dense = LlamaConfig(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
     on_gpu = replace(ENV, device=torch.device("cuda", 0))
     for config, env, expected in ((MIXTURE, on_gpu, "triton"), (MIXTURE, ENV, None), (dense, on_gpu, None)):
-        found = settings.engine_args(copy_of(config), env, able)
+        found = settings.engine_args(copy_of(config), env)
         assert found.get("moe_backend") == expected and "enable_return_routed_experts" not in found
 
 
@@ -74,15 +72,9 @@ def test_experts_in_another_layout_are_refused():
 def test_the_experts_of_a_rollout_are_refused_where_vllm_does_not_report_them(monkeypatch):
     monkeypatch.setattr(settings, "memory_share", lambda asked, device: asked)
     on_gpu, made = replace(ENV, device=torch.device("cuda")), copy_of(MIXTURE, enable_rollout_routing_replay=True)
-    for env, reports, refused in ((on_gpu, True, False), (on_gpu, False, True), (ENV, True, True)):
-        able = settings.Capabilities(
-            "0.1", flat_logprobs=True, async_scheduling=True, fused_all_reduce=True, routed_experts=reports
-        )
-        if refused:
-            with pytest.raises(ValueError, match=r"vllm 0\.1 on c.*does not report the experts .*native or hf"):
-                settings.engine_args(made, env, able)
-        else:
-            assert settings.engine_args(made, env, able)["enable_return_routed_experts"] is True
+    assert settings.engine_args(made, on_gpu)["enable_return_routed_experts"] is True
+    with pytest.raises(ValueError, match=r"vllm on cpu.*does not report the experts .*native or hf"):
+        settings.engine_args(made, ENV)
 
 
 def scaled(module: torch.nn.Module):
@@ -156,16 +148,6 @@ def test_a_push_of_experts_is_what_is_computed(mixture):
 
 
 @real
-def test_packed_experts_are_pushed_through_the_loaders(mixture, caplog):
-    rollout, module = mixture
-    with pytest.raises(ValueError, match=r"because vLLM computes the experts model\.layers\.0\..* with packed weights"):
-        local_sync("reshard", rollout, ENV.device, bucket_bytes=1, has_shards=True)
-    sync = local_sync("auto", rollout, ENV.device, bucket_bytes=1, has_shards=True)
-    assert type(sync) is ReplicaSync and "replica instead of reshard: vLLM computes the experts" in caplog.text
-    rollout.receiver().receive(module.named_parameters(), 3)
-
-
-@real
 def test_packed_experts_that_keep_their_weights_are_found_by_the_canary(mixture, monkeypatch):
     from verl.rollout.vllm.weights import engine_model
 
@@ -178,8 +160,7 @@ def test_packed_experts_that_keep_their_weights_are_found_by_the_canary(mixture,
                 parameter.normal_(0, 0.2)
             elif key.endswith("norm.weight"):
                 parameter.fill_(1)  # otherwise the logits are flat, whatever the experts compute
-    name, layer = list(expert_layers(engine_model(rollout.llm)).items())[-1]
-    assert rollout.receiver().stored(f"{name}.gate_up_proj") is None
+    layer = list(expert_layers(engine_model(rollout.llm)).values())[-1]
     for part in ("w13_weight", "w2_weight"):
         loads = getattr(layer, part).weight_loader
         getattr(layer, part).weight_loader = lambda *args, **keys: True

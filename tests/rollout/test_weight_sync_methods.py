@@ -1,10 +1,8 @@
 """Weight sync over files, adapters apart, and verification of what a receiver stores."""
 
-import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.rollout.test_weight_sync import CPU, Trained, groups, make_module, together
@@ -12,30 +10,9 @@ from verl.weight_sync import (
     CollectiveSync,
     ModuleReceiver,
     ReplicaSync,
-    buckets,
     local_sync,
     receive_collective,
 )
-from verl.weight_sync.factory import copy_bandwidth
-
-
-def test_the_bandwidth_of_a_copy_is_that_of_the_fastest_of_three(monkeypatch):
-    times = iter([0.0, 1.0, 1.0, 5.0, 10.0, 12.0, 20.0, 28.0])  # the first one is not counted
-    monkeypatch.setattr(buckets, "time", SimpleNamespace(perf_counter=lambda: next(times)))
-    assert copy_bandwidth(CPU) == 8 * 2**20 / 2.0
-
-
-def test_the_bandwidth_of_a_group_is_that_of_a_broadcast_which_has_reached_all_ranks():
-    sender, receiver = groups(2)
-    start = receiver.start_broadcast
-
-    def slow(tensor: torch.Tensor) -> SimpleNamespace:
-        work = start(tensor)
-        return SimpleNamespace(wait=lambda: work.wait() and time.sleep(0.05))
-
-    receiver.start_broadcast = slow
-    together(sender.measure, receiver.measure)
-    assert 0 < sender.bandwidth <= 8 * 2**20 / 0.05
 
 
 def engine_of(receiver):

@@ -9,7 +9,7 @@ from tests.single_controller.conftest import spec
 from verl.processes.child import Channel
 from verl.single_controller import WorkerError, WorkerSpec
 from verl.single_controller.dispatch import Call
-from verl.single_controller.local.transport import Kind, Parcel, call_parcel, receive
+from verl.single_controller.local.transport import Kind, Parcel, call_parcel, load_result, receive
 from verl.single_controller.local.worker_main import WorkerHost
 from verl.single_controller.worker import RankEnv
 
@@ -30,7 +30,7 @@ def ask(monkeypatch):
             call_parcel(role, method, Call(tuple(args))).send(ours, kind, 5)
         reply = receive(ours)
         assert reply.call_id == 5
-        return reply.kind, reply.load()
+        return reply.kind, load_result(reply) if reply.kind is Kind.RESULT else reply.load()
 
     rank_env = RankEnv(rank=3, world_size=4)
     specs = {"ref": spec("Failing"), "echo": spec("Echo")}

@@ -133,7 +133,6 @@ def test_settings(complaint, overrides, message):
         ("engine.critic_type=megatron", "'megatron' needs megatron-core, which is not installed (tested: 0.16.1)"),
         ("trainer.backend=megatron", "'megatron' needs megatron-core, which is not installed (tested: 0.16.1)"),
         ("reward_model.enable=true", "reward.reward_model.model_path: null, but reward.reward_model.enable is true"),
-        ("trainer.balance_keep_minibatch=true", "true is not supported: remove the key"),
     ],
 )
 def test_what_is_not_supported_is_refused_with_what_to_use(complaint, override, message):

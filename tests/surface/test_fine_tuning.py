@@ -139,16 +139,13 @@ def test_long_examples_are_counted_before_training(command, tmp_path, capsys):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_short_run_is_the_start_of_a_long_one(command, tmp_path, caplog):
-    """Only the rows of the run are tokenized; they are the same, in the same order."""
+def test_a_short_run_is_the_start_of_a_long_one(command, tmp_path):
+    """Its rows are the same, in the same order."""
     losses = {}
     for name, steps in (("short", 1), ("long", 3)):
         folder = tmp_path / name
-        caplog.clear()
-        with caplog.at_level("INFO", "verl"):
-            further = ["data.train_batch_size=8", f"trainer.total_training_steps={steps}"]
-            assert main([*command, *further, f"trainer.default_local_dir={folder}"]) == 0
-        assert f"tokenized {8 if steps == 1 else 24} samples" in caplog.text
+        further = ["data.train_batch_size=8", f"trainer.total_training_steps={steps}"]
+        assert main([*command, *further, f"trainer.default_local_dir={folder}"]) == 0
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         losses[name] = [json.loads(line)["train/nll"] for line in lines]
     assert len(losses["long"]) == 3 and losses["short"] == losses["long"][:1]

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from verl.tracking.console import TrainingProgress
-from verl.tracking.formatting import StepLine, describe_push, format_duration, format_fixed, sparkline, summary_lines
+from verl.tracking.formatting import StepLine, format_duration, format_fixed, sparkline, summary_lines
 from verl.utils import log
 
 METRICS = {"critic/score/mean": 0.625, "response_length/mean": 5.123, "perf/throughput": 15_234.0}
@@ -212,20 +212,6 @@ def test_the_summary_of_a_run():
     (line,) = summary_lines({"train/nll": [(1, 4.0), (2, 2.0)]}, 2, 2, 3.0, resumed=1)
     assert line == "loss 4.00 -> 2.00 in 2 steps (3 s since step 1)"
     assert summary_lines({}, 0, 10, 3.0) == []
-
-
-@pytest.mark.parametrize(
-    ("size", "seconds", "share", "words"),
-    [
-        (15e9, 0.5, 0.75, "15GB in 0.5 s, 75% of the bandwidth limit"),  # 0.375 s at the limit
-        (15e9, 100.0, 0.003, "15GB in 100 s, less than 1% of the bandwidth limit"),
-        (412_928, 0.02, 0.004, "413kB in 0.02 s"),  # 80 microseconds at the limit: a tiny model on a CPU
-        (412_928, 0.0004, 0.5, "413kB in 0.0004 s"),
-        (15e9, 0.5, None, "15GB in 0.5 s"),
-    ],
-)
-def test_the_bandwidth_limit_is_named_where_it_matters(size, seconds, share, words):
-    assert describe_push(size, seconds, share) == words
 
 
 def test_durations_in_words():

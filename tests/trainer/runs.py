@@ -35,7 +35,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def untimed(metrics: Mapping[str, Any], *more: str) -> dict[str, Any]:
     """The metrics that no clock measured, without those that start with one of `more`."""
     clock = ("time", "timing", "perf/", "rollout/tokens_per_second", "weight_sync/seconds", "weight_sync/gb_per_second")
-    skipped = (*clock, "weight_sync/bandwidth_share", *more)
+    skipped = (*clock, *more)
     return {name: value for name, value in metrics.items() if not name.startswith(skipped)}
 
 

@@ -45,7 +45,6 @@ UNREAD += [f"algorithm.name=grpo {ACTOR}use_dynamic_bsz=true {ACTOR}ppo_micro_ba
 UNREAD += [
     "reward.failure_score=-1",
     "reward.max_failure_rate=0.5",
-    "reward.on_error=quarantine reward.failure_score=-1",
 ]
 UNREAD += [f"reward.reward_model.{setting}=true" for setting in ("use_dynamic_bsz", "fsdp.param_offload")]
 UNREAD += ["trainer.early_stopping.min_delta=0.1", "trainer.save_best_mode=min"]
@@ -76,7 +75,6 @@ def test_a_setting_of_another_algorithm_is_named(line):
         ["algorithm.name=grpo", f"{ACTOR}ppo_mini_batch_size=64", f"{ACTOR}shuffle=true"],  # the critic's follow
         ["algorithm.name=grpo", "algorithm.lam=1.0"],  # its default
         ["reward.on_error=count", "reward.failure_score=-1", "reward.max_failure_rate=0.5"],
-        ["reward.on_error=quarantine", "reward.max_failure_rate=0.5"],
         ["trainer.early_stopping.patience=2", "trainer.early_stopping.min_delta=0.1", "trainer.save_best_mode=min"],
         ["trainer.allow_change=[data]"],
         ["critic.optim.lr_scheduler_type=cosine", "critic.optim.num_cycles=2"],  # the actor's is constant

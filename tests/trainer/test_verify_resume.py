@@ -28,7 +28,7 @@ def make_run(folder, value: float, reward: float, other: str = "x", more: tuple[
     hashes = {"model.safetensors": str(value), "other.bin": other, "config.yaml": str(folder)} | dict.fromkeys(more, "")
     files = {name: {"bytes": 1, "sha256": sha} for name, sha in hashes.items()}
     (step / "manifest.json").write_text(json.dumps({"files": files}))
-    measured = dict.fromkeys(("time", "perf/x", "weight_sync/seconds", "weight_sync/bandwidth_share"), value)
+    measured = dict.fromkeys(("time", "perf/x", "weight_sync/seconds"), value)
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": reward, **measured}))
     return folder
 

@@ -106,19 +106,9 @@ def test_micro_batches_hold_every_row_once_within_the_budget():
 
 def test_micro_batches_keep_rows_in_order():
     assert token_budget_micro_batches([4, 6, 5, 5], 10) == [[0, 1], [2, 3]]
-    assert token_budget_micro_batches([], 10, at_least=0) == []
+    assert token_budget_micro_batches([], 10) == []
 
 
 def test_a_row_longer_than_the_budget_is_named():
     with pytest.raises(ValueError, match="row 2 has 11 tokens, the budget of a micro-batch is 10"):
         token_budget_micro_batches([3, 10, 11], 10)
-
-
-@pytest.mark.parametrize("count", [3, 5, 8])
-def test_more_micro_batches_on_request(count):
-    lengths = [5, 1, 7, 2, 2, 9, 3, 4]
-    batches = token_budget_micro_batches(lengths, 20, at_least=count)
-    assert len(batches) == count
-    assert sorted(i for b in batches for i in b) == list(range(8))
-    with pytest.raises(ValueError, match="cannot make 9 micro-batches of 8 rows"):
-        token_budget_micro_batches(lengths, 20, at_least=9)

@@ -12,9 +12,9 @@ FORMAT = 1
 DELETE = "delete this checkpoint, so that the one before it is used"
 
 
-def make_manifest(serial: int, files: dict[str, dict[str, Any]], dropped: list[str]) -> str:
-    """Return the text of a manifest. files: path in the folder -> size and checksum; dropped: deleted sub-folders."""
-    return json.dumps({"format": FORMAT, "serial": serial, "dropped": dropped, "files": files}, indent=1)
+def make_manifest(serial: int, files: dict[str, dict[str, Any]]) -> str:
+    """Return the text of a manifest. files: path in the folder -> size and checksum."""
+    return json.dumps({"format": FORMAT, "serial": serial, "files": files}, indent=1)
 
 
 def manifest_fault(manifest: Any) -> str | None:
@@ -25,9 +25,7 @@ def manifest_fault(manifest: Any) -> str | None:
         return f"expected format {FORMAT}, found {manifest.get('format')!r}: it was written by another version"
     if not is_count(manifest.get("serial")):
         return f"serial: expected int >= 0, found {manifest.get('serial')!r}"
-    dropped, files = manifest.get("dropped"), manifest.get("files")
-    if not isinstance(dropped, list) or not all(isinstance(name, str) for name in dropped):
-        return f"dropped: expected a list of names, found {dropped!r}"
+    files = manifest.get("files")
     if not isinstance(files, dict) or not files:
         return "files: expected an object with an entry per file, found " + ("none" if files == {} else repr(files))
     for name, entry in files.items():

@@ -53,7 +53,6 @@ class _Saved:
     folder: Path
     serial: int
     files: dict[str, dict[str, Any]]  # path inside the folder -> {"bytes": size, "sha256": checksum}
-    dropped: tuple[str, ...]  # sub-folders that were deleted to save space
 
     @property
     def step(self) -> int:
@@ -61,7 +60,7 @@ class _Saved:
 
     @property
     def complete(self) -> bool:
-        return not self.dropped and self.size_fault() is None
+        return self.size_fault() is None
 
     def size_fault(self) -> str | None:
         """Return a description of a file that is missing or has the wrong size, or None. Does not read contents."""
@@ -114,12 +113,9 @@ def verify(folder: str | Path) -> Path:
     """Verify the sizes and checksums of all files of a checkpoint, and return its folder.
 
     Raises:
-        CheckpointError: if a file is missing, damaged or was deleted to save space.
+        CheckpointError: if a file is missing or damaged.
     """
     saved = _read(Path(folder))
-    if saved.dropped:
-        dropped = " and ".join(saved.dropped)
-        raise CheckpointError(f"{folder}: {dropped} was deleted to save space: choose a newer checkpoint")
     fault = saved.size_fault() or next(content_faults(saved.folder, saved.files), None)
     if fault is not None:
         raise CheckpointError(f"{folder} is damaged: {fault}")
@@ -216,7 +212,7 @@ class CheckpointStore:
         for error in unusable:
             logger.error("%s; skipped", error)
         for saved in checkpoints:
-            if saved.dropped or saved.serial <= after:
+            if saved.serial <= after:
                 continue
             try:
                 return verify(saved.folder)
@@ -291,30 +287,6 @@ class CheckpointStore:
         for saved in self._surplus(self._scan()[0], _check_keep("keep", keep)):
             with _deleting(saved.folder):
                 self._discard(saved.folder)
-
-    def prune_subfolder(self, name: str, keep: int | None) -> None:
-        """Delete the sub-folder `name` (actor, critic) of checkpoints older than the newest `keep` that have it.
-
-        The best checkpoint is not changed.
-        The manifest records the deletion, and the checkpoint can no longer be resumed from. If no sub-folder is left,
-        the whole checkpoint is deleted.
-        """
-        if _check_keep(f"checkpoints to keep for {name}", keep) is None:
-            return
-        having = [saved for saved in self._scan()[0] if (saved.folder / name).is_dir()]
-        for saved in self._surplus(having, keep):
-            with _deleting(saved.folder / name):
-                self._drop(saved, name)
-
-    def _drop(self, saved: _Saved, name: str) -> None:
-        files = {path: entry for path, entry in saved.files.items() if not path.startswith(f"{name}/")}
-        if not any("/" in path for path in files):
-            self._discard(saved.folder)
-            return
-        # the manifest first: a process killed in between leaves no checkpoint that looks damaged
-        dropped = sorted({*saved.dropped, name})
-        _write_atomically(saved.folder / MANIFEST, make_manifest(saved.serial, files, dropped))
-        self._discard(saved.folder / name)
 
     def _surplus(self, checkpoints: list[_Saved], keep: int) -> list[_Saved]:
         """Return the checkpoints beyond the `keep` newest intact ones.
@@ -433,7 +405,7 @@ def _seal(folder: Path, serial: int) -> None:
     for path in folder.rglob("*"):
         if path.is_dir():
             fsync(path)
-    _write_atomically(folder / MANIFEST, make_manifest(serial, files, []))
+    _write_atomically(folder / MANIFEST, make_manifest(serial, files))
 
 
 def _read(folder: Path) -> _Saved:
@@ -452,7 +424,7 @@ def _read(folder: Path) -> _Saved:
         raise CheckpointError(f"{folder} is damaged: {MANIFEST} cannot be read ({error})") from error
     if fault := manifest_fault(manifest):
         raise CheckpointError(f"{folder} is damaged: {MANIFEST} cannot be read ({fault})")
-    return _Saved(folder, manifest["serial"], manifest["files"], tuple(manifest["dropped"]))
+    return _Saved(folder, manifest["serial"], manifest["files"])
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -27,7 +27,6 @@ Compares every tensor, file and metric. Exits with status 1 if they differ.
 
 #: metrics of time and of the machine
 _MEASURED = ("time", "timing_s/", "perf/", "rollout/tokens_per_second", "weight_sync/seconds", "weight_sync/gb_per")
-_MEASURED += ("weight_sync/bandwidth_share",)
 #: files that name the folder of the run
 _NAMES_FOLDER = ("config.yaml", "trainer.json", ".metadata")
 

@@ -6,7 +6,7 @@ PromptSource       either as a source of `DataProto` batches: the first operator
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -262,9 +262,6 @@ class PromptSource(Stateful):
             from verl.data.prefetch import Prefetcher
 
             self._prefetcher = Prefetcher(self._row, collate, workers, batches_ahead)
-        self._dropped: frozenset[int] = frozenset()
-        self._waiting: list[Item] = []  # drawn in the place of dropped rows, and not used yet
-        self._batch_size = batch_size
         self.sampler: ResumableSampler | MixtureSampler | CustomOrder
         if sampler is not None:
             self.sampler = sampler
@@ -281,39 +278,16 @@ class PromptSource(Stateful):
         else:
             self.sampler = ResumableSampler(len(dataset), batch_size, seed=seed, shuffle=shuffle)
 
-    def drop(self, rows: Collection[int]) -> None:
-        """Drop rows from here on: the prompts that follow take their places.
-
-        Raises:
-            ValueError: fewer rows than a batch remain.
-        """
-        self._dropped = frozenset(rows)
-        if len(self.dataset) - len(self._dropped) < self._batch_size:
-            raise ValueError(
-                f"{len(self._dropped)} of {len(self.dataset)} rows of the training data are dropped, which leaves less "
-                f"than one batch of data.train_batch_size={self._batch_size}"
-            )
-
-    def _next_items(self) -> "list[Item]":
-        """(epoch, row number) of every prompt of the next batch."""
-        items, self._waiting = self._waiting, []
-        while len(items) < self._batch_size:
-            items += [item for item in self.sampler.next_items() if item[1] not in self._dropped]
-        self._waiting = items[self._batch_size :]
-        return items[: self._batch_size]
-
     def _row(self, item: "Item") -> dict[str, Any]:
         epoch, row = item
         return {**self.dataset[row], "uid": f"{epoch}:{row}"}
 
     def _following(self) -> "Iterator[list[Item]]":
         """The items of the next batches. The position does not change."""
-        ahead = copy.copy(self)
-        ahead.sampler, ahead._waiting = copy.deepcopy(self.sampler), list(self._waiting)
-        return iter(ahead._next_items, None)
+        return iter(copy.deepcopy(self.sampler).next_items, None)
 
     def __call__(self) -> DataProto:
-        items = self._next_items()
+        items = self.sampler.next_items()
         if self._prefetcher is None:
             batch = self.collate([self._row(item) for item in items])
         else:
@@ -346,11 +320,7 @@ class PromptSource(Stateful):
         return self.sampler.describe(unit) + reading
 
     def state_dict(self) -> dict[str, Any]:
-        waiting = {"waiting_rows": [list(item) for item in self._waiting]} if self._waiting else {}
-        return self.sampler.state_dict() | waiting
+        return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        position = dict(state)
-        waiting = [(int(epoch), int(row)) for epoch, row in position.pop("waiting_rows", ())]
-        self.sampler.load_state_dict(position)
-        self._waiting = [item for item in waiting if item[1] not in self._dropped]
+        self.sampler.load_state_dict(state)

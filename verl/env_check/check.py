@@ -19,7 +19,7 @@ from typing import Any
 from verl.engines.traits import built_in_strategies
 from verl.env_check import packages
 from verl.env_check.packages import FAULT, NOTE, OK, Check, EnvReport, Probe
-from verl.processes.isolation.mode import isolation
+from verl.processes.isolation.program import isolation
 from verl.rollout.traits import built_in_engines
 from verl.utils.paths import resolved
 

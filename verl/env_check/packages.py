@@ -3,10 +3,8 @@
 They are imported in a subprocess, so that a package that hangs or crashes does not affect this process.
 """
 
-import importlib.metadata
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,7 +15,7 @@ from typing import Any
 
 from verl.engines.traits import built_in_strategies
 from verl.rollout.traits import built_in_engines
-from verl.utils.packages import Package, is_installed
+from verl.utils.packages import Package, at_least, is_installed, version_of
 
 #: seconds; imports of torch from a cold disk or a network file system take more than a minute
 TIMEOUT = 180.0
@@ -97,26 +95,6 @@ def _ending(returncode: int) -> str:
     if returncode < 0:
         return f"the process was killed by {signal.Signals(-returncode).name}"
     return f"the process exited with status {returncode}"
-
-
-def version_of(*distributions: str) -> str | None:
-    """Return the version of the first of these distributions that is installed; None if none is."""
-    for name in distributions:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def at_least(version: str, minimum: str) -> bool:
-    """Compare dotted version numbers, ignoring suffixes (+cpu, rc1, .dev0)."""
-
-    def numbers(text: str) -> list[int]:
-        parts = [int(n) for n in re.match(r"\d+(?:\.\d+)*", text).group().split(".")]
-        return parts + [0] * (4 - len(parts))
-
-    return numbers(version) >= numbers(minimum)
 
 
 # ---- results --------------------------------------------------------------------------------------------------------

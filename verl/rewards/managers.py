@@ -13,7 +13,6 @@ import inspect
 import logging
 import math
 import os
-import re
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -27,14 +26,13 @@ from verl.processes.streams import print_printable
 from verl.protocol import DataProto
 from verl.registry import Registry, did_you_mean
 from verl.rewards.functions import ScoreFunction
-from verl.rewards.outcome import BadOutcome, QuarantineError, RewardError, Sample, read_outcome, split_outcome
+from verl.rewards.outcome import BadOutcome, RewardError, Sample, read_outcome, split_outcome
 from verl.rewards.responses import prompt_texts, read_samples, reward_tensor, token_masks
 from verl.rewards.sandbox.calls import Isolation, call_samples
 from verl.rewards.sandbox.pool import Outcome, ProcessPool, address_of
 
 logger = logging.getLogger(__name__)
 
-_TRAINING_UID = re.compile(r"\d+:\d+")  # epoch and row of a prompt of the training data
 _RETRY_SECONDS, _LONGEST_RETRY = 1.0, 30.0  # before the first retry, doubled for each further one
 
 REWARD_MANAGER_REGISTRY: Registry[type] = Registry("reward manager", builtins_replaceable=True)
@@ -94,14 +92,14 @@ def reward_result(
     }
 
 
-def check_failure_rate(failures: Collection[RewardError], total: int, limit: float, unit: str = "samples") -> None:
+def check_failure_rate(failures: Collection[RewardError], total: int, limit: float) -> None:
     """Raise RewardError with the most frequent errors if more than one sample and a share above `limit` failed."""
     if len(failures) <= max(1, limit * total):
         return
     counts = Counter(str(error).splitlines()[0] for error in failures)
     lines = "".join(f"\n  {count} x {text}" for text, count in counts.most_common(3))
     raise RewardError(
-        f"{len(failures)} of {total} {unit} of a step failed to score, more than reward.max_failure_rate={limit:g}:"
+        f"{len(failures)} of {total} samples of a step failed to score, more than reward.max_failure_rate={limit:g}:"
         f"{lines}\nFix the function, or raise reward.max_failure_rate (1: no limit)"
     )
 
@@ -117,16 +115,14 @@ class RewardManager(ABC):
         timeout: Seconds per call of the function; None for no timeout, which makes breakpoints in the function safe.
         on_error: What to do if the function raises, hangs, or returns anything but a finite number or a dict with such
             a "score". "raise" raises a RewardError that names function and sample. "count" assigns `failure_score`,
-            logs the first error and counts the samples in `reward/failed_rows`. "quarantine" raises a QuarantineError
-            with the prompts of all failed samples, which the trainer drops from then on.
+            logs the first error and counts the samples in `reward/failed_rows`.
         failure_score: Score of a failed sample with on_error="count".
         max_concurrency: Maximum number of concurrent calls of an `async def` function.
         isolation: "process": custom functions are called in one worker process, which keeps their state between calls.
             It is killed and restarted if a call exceeds its timeout or the memory limit. "none": they are called in
             this process, where breakpoints work.
         memory_limit_mb: Memory limit of the worker process in MiB; None: half of the memory of the host.
-        retries: How often the failed samples of a batch are scored again before they count as failed. At least once
-            with on_error="quarantine": the fault may be that of a process or a service, not of the prompt.
+        retries: How often the failed samples of a batch are scored again before they count as failed.
         max_failure_rate: With on_error="count", the largest share of a batch that may fail; a single sample always may.
 
     Raises:
@@ -152,8 +148,8 @@ class RewardManager(ABC):
         retries: int = 0,
         max_failure_rate: float = 1.0,
     ):
-        if on_error not in ("raise", "count", "quarantine"):
-            raise ValueError(f"reward manager: on_error: expected 'raise', 'count' or 'quarantine', found {on_error!r}")
+        if on_error not in ("raise", "count"):
+            raise ValueError(f"reward manager: on_error: expected 'raise' or 'count', found {on_error!r}")
         if timeout is not None and timeout <= 0:
             raise ValueError(f"reward manager: timeout: expected seconds above 0, or null for none, found {timeout!r}")
         if not math.isfinite(failure_score):
@@ -189,14 +185,14 @@ class RewardManager(ABC):
 
     def score_samples(
         self,
-        uids: Sequence[Any],
+        count: int,
         outcomes: Callable[[list[int]], Generator[tuple[int, ScoreFunction | None, Outcome]]],
         message: Callable[[int, ScoreFunction | None, BadOutcome], str],
     ) -> tuple[list[float], list[dict[str, Any]], int]:
-        """Score B samples; those that fail are scored again, and handled as `on_error` says.
+        """Score `count` samples; those that fail are scored again, and handled as `on_error` says.
 
         Args:
-            uids: The prompt of every sample.
+            count: B.
             outcomes: Scores the samples with these indices; yields (position in the list, the function that scored the
                 sample, outcome).
             message: (index, function, failure) -> the text of an error.
@@ -204,11 +200,10 @@ class RewardManager(ABC):
         Returns:
             Scores, extra values and the number of failed samples.
         """
-        scores, extras = [self.failure_score] * len(uids), [{"acc": 0.0} for _ in uids]
+        scores, extras = [self.failure_score] * count, [{"acc": 0.0} for _ in range(count)]
         failures: dict[int, RewardError] = {}
-        todo = list(range(len(uids)))
-        retries = max(self.retries, 1 if self.on_error == "quarantine" else 0)
-        for retry in range(retries + 1):
+        todo = list(range(count))
+        for retry in range(self.retries + 1):
             # Closed explicitly, so that busy workers are stopped if a sample raises.
             with closing(outcomes(todo)) as results:
                 for k, function, outcome in results:
@@ -220,51 +215,29 @@ class RewardManager(ABC):
                     except BadOutcome as bad:
                         failures[i] = RewardError(message(i, function, bad))
                         failures[i].__cause__ = bad.__cause__
-                        if self.on_error == "raise" and retry == retries:
+                        if self.on_error == "raise" and retry == self.retries:
                             raise failures[i]  # noqa: B904 (its cause is set)
-            if not failures or retry == retries:
+            if not failures or retry == self.retries:
                 break
             todo = sorted(failures)
             logger.warning(
                 "%d of %d samples failed to score; retry %d of %d; the first: %s",
-                *(len(todo), len(uids), retry + 1, retries, failures[todo[0]]),
+                *(len(todo), count, retry + 1, self.retries, failures[todo[0]]),
             )
             time.sleep(min(_RETRY_SECONDS * 2**retry, _LONGEST_RETRY))
             failures.clear()
         if failures:
-            self._judge(failures, list(map(str, uids)))
-        if failures and (lowest := min(scores)) < self.failure_score:
-            logger.warning(
-                "reward.failure_score=%g is above the lowest score of this batch, so a sample that fails is preferred "
-                "to a wrong one: set reward.failure_score=%g",
-                *(self.failure_score, lowest),
-            )
+            first = failures[min(failures)]
+            logger.error("%s", first, exc_info=first.__cause__)
+            check_failure_rate(failures.values(), count, self.max_failure_rate)
+            logger.error("%d of %d samples failed to score; assigned %g", len(failures), count, self.failure_score)
+            if (lowest := min(scores)) < self.failure_score:
+                logger.warning(
+                    "reward.failure_score=%g is above the lowest score of this batch, so a sample that fails is "
+                    "preferred to a wrong one: set reward.failure_score=%g",
+                    *(self.failure_score, lowest),
+                )
         return scores, extras, len(failures)
-
-    def _judge(self, failures: Mapping[int, RewardError], uids: Sequence[str]) -> None:
-        """Handle the samples that have failed, as `on_error` says.
-
-        Raises:
-            QuarantineError: with the prompts, which the trainer drops.
-            RewardError: a prompt is one of the validation, which drops none; or the function is to blame, because it
-                fails for many samples.
-        """
-        first = failures[min(failures)]
-        logger.error("%s", first, exc_info=first.__cause__)
-        if self.on_error != "quarantine":
-            check_failure_rate(failures.values(), len(uids), self.max_failure_rate)
-            logger.error("%d of %d samples failed to score; assigned %g", len(failures), len(uids), self.failure_score)
-            return
-        # in reverse, so that a prompt gets the error of its first sample
-        errors = {uids[i]: failures[i] for i in sorted(failures, reverse=True)}
-        if not all(_TRAINING_UID.fullmatch(uid) for uid in errors):
-            raise first from first.__cause__
-        check_failure_rate(errors.values(), len(set(uids)), self.max_failure_rate, "prompts")
-        names = ", ".join(sorted(errors))
-        raise QuarantineError(
-            f"responses to {len(errors)} prompts (uid {names}) could not be scored; the first: {first}",
-            {uid: str(error).splitlines()[0] for uid, error in errors.items()},
-        )
 
 
 @register_reward_manager("naive")
@@ -281,7 +254,7 @@ class NaiveRewardManager(RewardManager):
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
         samples = read_samples(data, self.tokenizer, self.reward_fn_key)
         scores, extras, failed = self.score_samples(
-            [sample.uid for sample in samples],
+            len(samples),
             lambda todo: self.outcomes([samples[i] for i in todo]),
             lambda i, function, bad: f"reward function {function.location} {bad}\n{samples[i].describe()}",
         )

@@ -20,14 +20,6 @@ class RewardError(ValueError):
     """A reward function returned no valid score. Names the function, its file and line, the sample and its texts."""
 
 
-class QuarantineError(RewardError):
-    """Samples could not be scored, with reward.on_error=quarantine. failures: uid of each prompt -> reason."""
-
-    def __init__(self, message: str, failures: Mapping[str, str]):
-        super().__init__(message)
-        self.failures = dict(failures)
-
-
 class BadOutcome(ValueError):
     """A call returned no valid score. The message is a predicate: its subject is the function's name."""
 

@@ -15,7 +15,7 @@ from abc import ABC
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -40,7 +40,6 @@ from verl.utils.coroutines import gather_coroutines, run_coroutine
 if TYPE_CHECKING:
     from verl.rollout.adapters import AdaptedLayers
     from verl.weight_sync import WeightReceiver
-    from verl.weight_sync.reshard.plan import HybridGroups
 
 
 @dataclass
@@ -50,7 +49,6 @@ class RolloutStats:
     tokens: int = 0
     steps: int = 0
     seconds: float = 0.0
-    extra: dict[str, float] = field(default_factory=dict)
 
 
 class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method of two)
@@ -245,7 +243,6 @@ class RolloutEnv:
         tp_rank, tp_size: rank in the tensor-parallel group, and its size. The ranks of a group get the same prompts;
             the process group of all ranks has been initialized.
         tp_stride: distance of two ranks of a group: 1 (consecutive), except for `native` on the devices of training.
-        grouping: which ranks of training generate together; None: separate devices, or sizes that do not fit.
         adapted_layers: the layers whose LoRA adapters are trained; engines that merge all adapters do not read it.
     """
 
@@ -258,7 +255,6 @@ class RolloutEnv:
     tp_rank: int = 0
     tp_size: int = 1
     tp_stride: int = 1
-    grouping: "HybridGroups | None" = None
     adapted_layers: "AdaptedLayers | None" = None
 
     @property

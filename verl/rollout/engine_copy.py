@@ -1,7 +1,6 @@
 """What vLLM and SGLang share: engines of other libraries, with their own copy of the weights."""
 
 import asyncio
-import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -30,8 +29,6 @@ from verl.weight_sync import WeightReceiver
 from verl.weight_sync.adapters import Part
 from verl.weight_sync.base import require_weights
 from verl.weight_sync.verify import Loading
-
-log = logging.getLogger(__name__)
 
 _LENGTH = "rollout.max_model_len, by default data.max_prompt_length + data.max_response_length"
 
@@ -180,14 +177,11 @@ class EngineMemory(ABC):
     """The GPU memory of such an engine: weights and KV cache, which can be freed and allocated again.
 
     Args:
-        engine: vllm or sglang.
-        feature: what frees memory, for the log.
-        is_on: whether the feature is on; otherwise nothing is freed.
+        is_on: whether the engine can free memory; not on a CPU, nor with free_cache_engine=false.
     """
 
-    def __init__(self, engine: str, feature: str, is_on: bool):
-        self._engine, self._feature, self._is_on = engine, feature, is_on
-        self._logged = False
+    def __init__(self, is_on: bool):
+        self._is_on = is_on
         self._freed: set[str] = set()  # of "weights" and "kv_cache"
         self._lock = threading.Lock()
 
@@ -209,15 +203,6 @@ class EngineMemory(ABC):
 
     @abstractmethod
     def _allocate(self, tag: str) -> None: ...
-
-    def _may_free(self) -> bool:
-        if not self._is_on and not self._logged:
-            log.info(
-                "rollout.name=%s: %s is off (a CPU, or free_cache_engine=false): nothing is freed",
-                *(self._engine, self._feature),
-            )
-            self._logged = True
-        return self._is_on
 
 
 class CopyRollout(RolloutEngine):
@@ -297,9 +282,6 @@ class CopyRollout(RolloutEngine):
         """
         with self._requests.exclusive("sleep()", idle=True):
             self.memory.sleep()
-
-    def wake(self) -> None:
-        """Does nothing: weights and KV cache are allocated when they are used."""
 
 
 class EngineReceiver:

@@ -1,10 +1,10 @@
 """What the adapters of vLLM and SGLang need of the installed package, and the arguments that both engines have."""
 
 import importlib
-import importlib.metadata
 import inspect
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+import logging
+from collections.abc import Collection, Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,79 +12,34 @@ import torch
 from verl.config import schema
 from verl.config.errors import nearest_key
 from verl.rollout.traits import EngineTraits
-from verl.utils.packages import Package
 
 if TYPE_CHECKING:
     from verl.rollout.engine_copy import EngineCopy
 
-
-def installed_version(package: Package) -> str:
-    """The installed version of a package, for messages."""
-    for distribution in package.distributions:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(distribution)
-    return "(an unversioned copy)"
+log = logging.getLogger(__name__)
 
 
-def probe_package(
-    traits: EngineTraits, attributes: Mapping[str, Sequence[str]], parameters: Mapping[str, Sequence[str]]
-) -> dict[str, Any]:
-    """Import what an adapter uses of a package, and check that it has what the adapter needs.
-
-    Args:
-        traits: of the engine.
-        attributes: "module:Class" -> attributes that the adapter uses.
-        parameters: "module:Class" or "module:Class.method" -> parameters that the adapter passes.
-
-    Returns:
-        The classes by name.
+def import_checked(traits: EngineTraits, module: str) -> ModuleType:
+    """Import a module of the package of an engine.
 
     Raises:
-        ImportError: it is not installed, or one does not import.
-        ValueError: something is missing; the message lists what, with the tested versions.
+        ImportError: the package is not installed, is too old, or the module does not import.
     """
     if (message := traits.missing_package()) is not None:
         raise ImportError(f"rollout.name={message}")
     package = traits.package
-    version = f"rollout.name={package.module}: {package.title} {installed_version(package)}"
-    classes: dict[str, Any] = {}
-    missing: list[str] = []
     try:
-        for path in (*attributes, *parameters):
-            module, _, name = path.partition(":")
-            classes[name.partition(".")[0]] = _import(module, name.partition(".")[0])
+        return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            f"{version} does not import: {error} (tested: {package.tested_versions}). To install: "
-            f"{package.how_to_install}"
+            f"rollout.name={package.module}: {package.title} {package.installed_version} does not import: {error} "
+            f"(tested: {package.tested_versions}). To install: {package.how_to_install}"
         ) from error
-    for path, names in attributes.items():
-        name = path.partition(":")[2]
-        missing += [f"{name}.{attribute}" for attribute in names if attribute not in dir(classes[name])]
-    for path, names in parameters.items():
-        name, _, method = path.partition(":")[2].partition(".")
-        if f"{name}.{method}" not in missing:
-            known = parameters_of(inspect.getattr_static(classes[name], method) if method else classes[name])
-            missing += [f"{path.partition(':')[2]}({parameter})" for parameter in names if parameter not in known]
-    if missing:
-        raise ValueError(
-            f"{version} lacks {', '.join(missing)}; tested versions: {package.tested_versions}. To install: "
-            f"{package.how_to_install}"
-        )
-    return classes
 
 
 def parameters_of(function: Any) -> frozenset[str]:
     """Names of the parameters of a function, or of a class."""
     return frozenset(inspect.signature(function).parameters)
-
-
-def _import(module: str, name: str) -> Any:
-    imported = importlib.import_module(module)
-    try:
-        return getattr(imported, name)
-    except AttributeError:
-        raise ImportError(f"{module} has no {name}") from None
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
@@ -96,6 +51,7 @@ def check_not_deterministic(config: schema.RolloutEngineConfig) -> None:
         raise ValueError("rollout.deterministic needs the layers of the trainer: set rollout.name=native")
 
 
+FREE_SHARE = 0.9  # of the free memory, for the engine
 LORA = "the engine applies the adapters that are trained, and no others"
 #: arguments of both engines that are not supported -> the reason
 NOT_SUPPORTED = {
@@ -170,3 +126,21 @@ def cache_bytes_per_token(hf_config: Any, dtype: torch.dtype, tp_size: int = 1) 
     heads = text.to_dict().get("num_key_value_heads") or text.num_attention_heads
     head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
     return 2 * text.num_hidden_layers * max(heads // tp_size, 1) * head_dim * dtype.itemsize
+
+
+def granted_memory(engine: str, asked: float, device: torch.device) -> tuple[float, int, int]:
+    """Bytes of a GPU for an engine, at most what other users, such as the trainer, leave; free and total bytes.
+
+    Args:
+        engine: its title, for the warning.
+        asked: fraction of the total memory.
+    """
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    granted = min(asked * total, FREE_SHARE * free)
+    if granted < asked * total:
+        log.warning(
+            "rollout.gpu_memory_utilization=%.2f: only %.1f of %.1f GiB are free on %s, so %s gets %.1f GiB",
+            *(asked, free / 2**30, total / 2**30, device, engine, granted / 2**30),
+        )
+    return granted, free, total

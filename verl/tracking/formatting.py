@@ -224,8 +224,6 @@ WINDOW = 10
 #: headlines that are summarized
 _LEARNED = ("reward", "loss")
 _MAX_VALIDATIONS = 3
-#: seconds; a push that would be faster at the bandwidth limit is bound by latency
-_LATENCY = 1e-3
 
 
 def summary_lines(
@@ -262,21 +260,6 @@ def summary_lines(
         label = name.removeprefix("val-core/").removeprefix("val/")
         lines.append(f"validation {label}: {first_and_best(name, history[name])}")
     return lines
-
-
-def describe_push(size: float, seconds: float, share: float | None) -> str:
-    """Format the cost of a weight push.
-
-    Args:
-        size: in bytes.
-        seconds: that it took.
-        share: of the bandwidth limit, if it was measured. A push that would take less than a millisecond at the limit
-            is bound by latency, and its share is omitted.
-    """
-    limit = ""
-    if share is not None and share * seconds >= _LATENCY:
-        limit = f", {share:.0%} of the bandwidth limit" if share >= 0.005 else ", less than 1% of the bandwidth limit"
-    return f"{format_number(size)}B in {seconds:.3g} s{limit}"
 
 
 def ends(values: Sequence[float]) -> tuple[float, float, int]:

@@ -26,7 +26,6 @@ from verl.trainer.guards.early_stopping import ValidationWatch
 from verl.trainer.guards.interruption import Interruption, Stopped, UnfinishedStep
 from verl.trainer.guards.mismatch import MismatchLimit
 from verl.trainer.guards.operator_watch import OperatorWatch
-from verl.trainer.guards.quarantine import Quarantine, drop_quarantined
 from verl.trainer.guards.restarts import Restarts, log_restart, settings_for_devices_left
 from verl.trainer.output.metrics import timing_metrics
 from verl.trainer.output.run_log import RunLog, warn_nothing_to_train
@@ -45,7 +44,6 @@ GUARDS: tuple[type[Guard], ...] = (
     BadSteps,
     MismatchLimit,
     ValidationWatch,
-    Quarantine,  # before a restart, which then drops the rows
     Restarts,  # last: what no other guard can repair
 )
 """The guards of every run, in the order in which they are asked: of an error, the first action counts."""
@@ -100,7 +98,6 @@ class Trainer(ABC):
         self.view.pipelines.append(self.pipeline)
         run.columns = {column for operator in self.pipeline.operators for column in operator.writes}
         run_checks(run, FLOW)
-        drop_quarantined(source, self.folder)
         self.checkpoints = CheckpointStore(self.folder, keep=None)
         self.checkpointer = self.view.checkpointer = Checkpointer(
             self.checkpoints, run, self.saved_roles, self.roles, self.pipeline, self.checkpoints_to_keep, self._watch
@@ -160,7 +157,7 @@ class Trainer(ABC):
         loaded a checkpoint again, and before the step after a failed one."""
 
     def checkpoints_to_keep(self) -> dict[str, int | None]:
-        """Role -> how many of its newest checkpoints are kept; None keeps all."""
+        """Role -> how many of the newest checkpoints are kept, of which the largest number counts; None: no limit."""
         return dict.fromkeys(self.saved_roles)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def _spread(groups: list[tuple[int, list[int]]]) -> int:
     return groups[-1][0] - groups[0][0]
 
 
-def token_budget_micro_batches(lengths: Sequence[int], max_tokens: int, at_least: int = 1) -> list[list[int]]:
+def token_budget_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Pack samples into micro-batches of at most `max_tokens` tokens, by first-fit decreasing.
 
     The longest sample first, into the first micro-batch with enough free tokens. That needs at most 11/9 of the optimum
@@ -96,19 +96,13 @@ def token_budget_micro_batches(lengths: Sequence[int], max_tokens: int, at_least
     Args:
         lengths: tokens of each sample.
         max_tokens: token budget of a micro-batch.
-        at_least: minimum number of micro-batches. Ranks that communicate must run equally many; the heaviest
-            micro-batches are split to get there.
 
     Returns:
         Lists of indices; each sample is in exactly one. Each list is ascending, and lists are sorted by first index.
 
     Raises:
-        ValueError: if a sample exceeds the budget, or there are fewer samples than `at_least`.
+        ValueError: if a sample exceeds the budget.
     """
-    if len(lengths) < at_least:
-        raise ValueError(
-            f"cannot make {at_least} micro-batches of {len(lengths)} rows: every micro-batch needs at least one row"
-        )
     bins: list[list[int]] = []
     free: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -124,11 +118,6 @@ def token_budget_micro_batches(lengths: Sequence[int], max_tokens: int, at_least
             free.append(max_tokens)
         bins[index].append(i)
         free[index] -= lengths[i]
-    while len(bins) < at_least:
-        heaviest = max((b for b in bins if len(b) > 1), key=lambda b: (sum(lengths[i] for i in b), -b[0]))
-        bins.remove(heaviest)
-        halves = balanced_partition([lengths[i] for i in heaviest], 2, equal_size=False)
-        bins += [[heaviest[j] for j in half] for half in halves]
     return sorted(sorted(rows) for rows in bins)
 
 

@@ -28,7 +28,6 @@ class SyncReport:
         bytes: sent to each rollout rank.
         seconds: duration of the push.
         checksum: of the full parameters that arrived, the same on all ranks; 0 if none was computed.
-        bandwidth: bytes per second that the link reaches, measured once; 0 if not measured.
         kept: bytes that the rollout rank had already and that were not sent to it.
     """
 
@@ -36,7 +35,6 @@ class SyncReport:
     bytes: int = 0
     seconds: float = 0.0
     checksum: int = 0
-    bandwidth: float = 0.0
     kept: int = 0
 
 
@@ -111,11 +109,6 @@ class SlicedWeights(ABC):
 
     #: whether a sync writes them by default: few bytes are needed, or `receive` is slower
     prefers_slices: bool = False
-
-    def obstacle(self) -> str:
-        """Why they cannot be written, with the parameter; empty: they can be. Called before the first push, on all
-        ranks, which return the same."""
-        return ""
 
     @abstractmethod
     def slice_layout(self) -> "Mapping[str, Stored]":
@@ -226,10 +219,6 @@ def describe_error(error: BaseException) -> str:
     """Type and message of an error, for other processes. Valid UTF-8: surrogates of a path are replaced."""
     text = "".join(traceback.format_exception_only(error)).strip()
     return text.encode(errors="replace").decode()
-
-
-def incomplete(receiver: object) -> ValueError:
-    return ValueError(f"{type(receiver).__name__}.receive returned before it had read all weights")
 
 
 def require_weights(filled: bool) -> None:

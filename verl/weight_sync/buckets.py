@@ -1,6 +1,5 @@
 """Buckets: consecutive parameters in one block of memory, which is sent with one call."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -102,24 +101,3 @@ def pack(
         end += padded
     if entries:
         yield Bucket(number, entries, buffers[number % 2][:end])
-
-
-# ---- bandwidth ------------------------------------------------------------------------------------------------------
-
-
-def measured_bytes(device: torch.device) -> int:
-    """Size of the transfer that measures a bandwidth."""
-    return (256 if device.type == "cuda" else 8) * 2**20
-
-
-def fastest(transfer: Callable[[], object], device: torch.device, ready: Callable[[], object] = lambda: None) -> float:
-    """Seconds of the fastest of three transfers. ready: called before each, such as a barrier."""
-    seconds = []
-    for _ in range(4):  # the first one connects
-        ready()
-        start = time.perf_counter()
-        transfer()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])

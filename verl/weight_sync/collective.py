@@ -8,7 +8,7 @@ A push has one or two parts (base weights, adapters). Per part:
 - Rank 0 broadcasts a header (`_Header`).
 - Before each bucket, all ranks exchange a record (`_exchange`): that of rank 0 announces the bucket, that of a rollout
   rank says whether it can continue, which covers all buckets up to the one before the last. So no rank waits for one
-  that has failed. Rank 0 sends the layout of a bucket only if it differs from that of the previous push.
+  that has failed. The layout of the bucket follows.
 - The checksums follow each bucket and are compared by the rollout ranks before they load it.
 - A record announces the end; a last exchange confirms that all ranks have loaded everything.
 """
@@ -33,7 +33,7 @@ from verl.weight_sync.base import (
     WeightSync,
     describe_error,
 )
-from verl.weight_sync.buckets import BUCKET_BYTES, Bucket, fastest, measured_bytes, pack
+from verl.weight_sync.buckets import BUCKET_BYTES, Bucket, pack
 from verl.weight_sync.verify import (
     COLUMNS,
     ROW_BYTES,
@@ -55,16 +55,11 @@ class TransferGroup:
         device: device of the tensors. GPU tensors are sent over NCCL.
         timeout: timeout of a transfer in seconds.
 
-    Attributes:
-        bandwidth: bytes per second of a broadcast; 0 before `measure`.
-        layouts: pickled layout of each bucket of the last push.
     """
 
     def __init__(self, address: tuple[str, int], rank: int, size: int, device: torch.device, timeout: float):
         wait = timedelta(seconds=timeout)
         self.rank, self.size, self.device = rank, size, device
-        self.bandwidth = 0.0
-        self.layouts: dict[tuple[bool, int], bytes] = {}
         host, port = address
         use_interface_to(host)
         self.store = tcp_store(host, port, size, rank == 0, wait)
@@ -100,18 +95,6 @@ class TransferGroup:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
         self.control.allgather([gathered], [tensor]).wait()
         return [each.tolist() for each in gathered]
-
-    def measure(self) -> None:
-        """Measure `bandwidth`: the best of three broadcasts. Collective."""
-        tensor = torch.zeros(measured_bytes(self.device), dtype=torch.uint8, device=self.device)
-
-        def broadcast() -> None:
-            self.start_broadcast(tensor).wait()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self.gather([0])  # it has reached all ranks
-
-        self.bandwidth = len(tensor) / fastest(broadcast, self.device, ready=lambda: self.gather([0]))
 
 
 _ERROR_BYTES = 2000  # max length of an error message sent to the other ranks
@@ -159,8 +142,7 @@ class CollectiveSync(WeightSync):
             size += part_bytes
             checksums.append(checksum)
         self._has_base = self.adapters
-        bandwidth = self.group.bandwidth if self.group is not None else 0.0
-        return SyncReport(version, size, checksum=fold(checksums), bandwidth=bandwidth)
+        return SyncReport(version, size, checksum=fold(checksums))
 
 
 class _Header(NamedTuple):
@@ -236,14 +218,10 @@ class _Sending:
             raise
 
     def _announce(self, bucket: Bucket) -> None:
-        """Exchange records, and send the layout of the bucket unless the rollout ranks have it."""
+        """Exchange records, and send the layout of the bucket."""
         layout = pickle.dumps(bucket.entries)
-        key = (self.part.config is None, bucket.number)
-        known = self.group.layouts.get(key) == layout
-        _exchange(self.group, (bucket.number, len(bucket.content), 0 if known else len(layout)))
-        if not known:
-            self.group.broadcast_bytes(layout, len(layout))
-            self.group.layouts[key] = layout
+        _exchange(self.group, (bucket.number, len(bucket.content), len(layout)))
+        self.group.broadcast_bytes(layout, len(layout))
 
     def _wait(self, number: int) -> None:
         for work in self.works.pop(number, ()):
@@ -272,7 +250,7 @@ def receive_collective(receiver: WeightReceiver, group: TransferGroup, version: 
         receiving = _Receiving(receiver, group, header)
         checksums.append(receiving.receive())
         size += receiving.bytes
-    return SyncReport(version, size, time.perf_counter() - start, fold(checksums), group.bandwidth)
+    return SyncReport(version, size, time.perf_counter() - start, fold(checksums))
 
 
 class _Receiving:
@@ -325,9 +303,7 @@ class _Receiving:
         announced, size, layout_size = _exchange(group, reason=reason)
         if announced == _END[0]:
             return None
-        key = (self.config is None, number)
-        if layout_size:
-            group.layouts[key] = group.broadcast_bytes(b"", layout_size)
+        entries = pickle.loads(group.broadcast_bytes(b"", layout_size))
         if size > self.bucket_bytes:
             del content
             content, reason = self._allocate(size)
@@ -336,7 +312,7 @@ class _Receiving:
         rows = -(-size // ROW_BYTES)
         sums = content.new_empty(rows + COLUMNS, dtype=torch.int64)
         self.works[number] = [group.start_broadcast(content), group.start_broadcast(sums)], sums
-        return Bucket(number, pickle.loads(group.layouts[key]), content)
+        return Bucket(number, entries, content)
 
     def _allocate(self, size: int) -> tuple[torch.Tensor | None, str]:
         """Memory for one bucket, or the error. It is not reused, so that a receiver may keep what it has read."""
@@ -377,7 +353,6 @@ def _exchange(
     if any(failed for failed, *_ in gathered):
         content = reason.encode()[:_ERROR_BYTES].ljust(_ERROR_BYTES, b"\0")
         texts = [bytes(text).rstrip(b"\0").decode(errors="ignore") for text in group.gather(list(content))]
-        group.layouts.clear()  # of a bucket that some ranks may not have received
         if raises:
             rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
             if rank == 0:

@@ -1,7 +1,4 @@
-"""Selects the method of the weight sync (`rollout.weight_sync`); `replica`, and the bandwidth of a copy."""
-
-import logging
-from typing import TYPE_CHECKING
+"""Selects the method of the weight sync (`rollout.weight_sync`); `replica`."""
 
 import torch
 
@@ -16,13 +13,7 @@ from verl.weight_sync.base import (
     WeightSource,
     WeightSync,
 )
-from verl.weight_sync.buckets import fastest, measured_bytes
 from verl.weight_sync.verify import Loading, fold
-
-if TYPE_CHECKING:
-    from verl.weight_sync.reshard.plan import HybridGroups
-
-logger = logging.getLogger("verl.rollout")
 
 
 class ReplicaSync(WeightSync):
@@ -31,15 +22,13 @@ class ReplicaSync(WeightSync):
     Args:
         rollout: the rollout engine.
         adapters: whether adapters are sent separately from the base weights.
-        bandwidth: bytes per second of a copy on this device, for the report.
         check_every: see `WeightSync`.
     """
 
-    def __init__(self, rollout: ReceivesWeights, adapters: bool = False, bandwidth: float = 0.0, check_every: int = 1):
+    def __init__(self, rollout: ReceivesWeights, adapters: bool = False, check_every: int = 1):
         super().__init__(check_every)
         self.rollout = rollout
         self.adapters = adapters
-        self.bandwidth = bandwidth
 
     def _push(self, engine: WeightSource, version: int, compares: bool) -> SyncReport:
         size, checksums = 0, []
@@ -50,8 +39,7 @@ class ReplicaSync(WeightSync):
             checksums.append(loading.load(part))
             size += loading.bytes
         self.rollout.weight_version = version
-        checksum = fold(checksums) if compares else 0
-        return SyncReport(version, size, checksum=checksum, bandwidth=self.bandwidth)
+        return SyncReport(version, size, checksum=fold(checksums) if compares else 0)
 
 
 def local_sync(
@@ -64,7 +52,6 @@ def local_sync(
     bucket_bytes: int,
     has_shards: bool = False,
     prefers_shards: bool = False,
-    grouping: "HybridGroups | None" = None,
     check_every: int = 1,
 ) -> WeightSync:
     """The sync of an engine that shares the trainer's device.
@@ -77,7 +64,6 @@ def local_sync(
         bucket_bytes: max size of a bucket.
         has_shards: whether the shards of the training engine can be read.
         prefers_shards: whether to read them for a full copy, too.
-        grouping: which ranks generate together.
 
     Raises:
         ValueError: the method does not fit the engine.
@@ -85,27 +71,22 @@ def local_sync(
     receiver = engine.receiver()
     accepts_adapters = isinstance(receiver, AdapterReceiver)
     has_slices = setting in ("auto", "reshard") and has_shards and isinstance(receiver, SlicedWeights)
-    obstacle = receiver.obstacle() if has_slices else ""
-    methods = _methods(receiver, has_slices and not obstacle, prefers_shards)
+    methods = _methods(receiver, has_slices, prefers_shards)
     if setting not in ("auto", *methods):
         raise ValueError(
             f"rollout.weight_sync={setting}: {type(engine).__name__} on the devices of the trainer is synchronized "
-            f"by {' or '.join(map(repr, methods))}{obstacle and f', because {obstacle}'}: use auto or {methods[0]}"
+            f"by {' or '.join(map(repr, methods))}: use auto or {methods[0]}"
         )
     method = methods[0] if setting == "auto" else setting
-    if obstacle:
-        logger.warning("rollout.weight_sync=auto: %s instead of reshard: %s", method, obstacle)
     if method == "in_process":
         return InProcessSync(engine)
     is_cheaper = accepts_adapters and receiver.applies_adapters
     adapters = sends_adapters(lora_sync, has_adapters, accepts_adapters, is_cheaper)
     if method == "reshard" and not adapters:
-        sync = weight_sync.ReshardSync(engine, device, bucket_bytes, grouping=grouping, check_every=check_every)
-        sync.bandwidth = sync.peers.bandwidth() or copy_bandwidth(device)
-        return sync
+        return weight_sync.ReshardSync(engine, device, bucket_bytes, check_every=check_every)
     if setting == "reshard":
         raise ValueError("rollout.weight_sync=reshard sends merged weights: set rollout.lora_sync=merged")
-    return ReplicaSync(engine, adapters, copy_bandwidth(device), check_every)
+    return ReplicaSync(engine, adapters, check_every)
 
 
 def _methods(receiver: object, has_slices: bool, prefers_shards: bool) -> list[str]:
@@ -115,10 +96,3 @@ def _methods(receiver: object, has_slices: bool, prefers_shards: bool) -> list[s
     if not has_slices:
         return ["replica"]
     return ["reshard", "replica"] if receiver.prefers_slices or prefers_shards else ["replica", "reshard"]
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second of a copy on the device."""
-    source = torch.zeros(measured_bytes(device), dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    return len(source) / fastest(lambda: target.copy_(source), device)

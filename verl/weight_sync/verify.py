@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from verl.weight_sync.adapters import Part
-from verl.weight_sync.base import AdapterReceiver, StoredWeights, WeightReceiver, incomplete
+from verl.weight_sync.base import AdapterReceiver, StoredWeights, WeightReceiver
 
 #: 64-bit words of a row
 COLUMNS = 1024
@@ -74,7 +74,7 @@ def fold(numbers: Sequence[int]) -> int:
     total = 0
     for number in numbers:
         total = total * _ODD + number + 1
-    return wrap(total)
+    return (total + 2**63) % 2**64 - 2**63  # signed 64 bits
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,11 +85,6 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of the same dtype and number of elements have the same bits, whatever their shapes."""
     return torch.equal(*(each.detach().contiguous().view(-1).view(_BITS[each.element_size()]) for each in (a, b)))
-
-
-def wrap(number: int) -> int:
-    """Wrap an integer to signed 64 bits."""
-    return (number + 2**63) % 2**64 - 2**63
 
 
 def format_checksum(checksum: int) -> str:
@@ -146,7 +141,7 @@ class Loading:
         else:
             raise ValueError(f"{type(self.receiver).__name__} does not support adapters: set rollout.lora_sync=merged")
         if not self._is_complete:
-            raise incomplete(self.receiver)
+            raise ValueError(f"{type(self.receiver).__name__}.receive returned before it had read all weights")
         self._check_stored()
         return combine(self._read_sums)
 

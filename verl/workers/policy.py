@@ -98,7 +98,6 @@ class ActorWorker(RolloutMethods, EngineWorker):
         adapters = sends_adapters(rollout.lora_sync, has_adapters, accepts_adapters, cheaper=True)
         if self.rank == 0:
             group = weight_sync.TransferGroup(address, 0, size, self.device, self.config.nccl_timeout or NO_TIMEOUT)
-            group.measure()
         self._sync = weight_sync.CollectiveSync(
             group, self.compute_dtype, bucket_bytes(rollout), adapters, check_every=rollout.check_every
         )

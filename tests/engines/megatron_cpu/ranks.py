@@ -21,12 +21,12 @@ from transformers import (
 
 from tests.engines.ranks import OPTIMIZER as COSINE
 from tests.engines.ranks import SIZES, make_batch, make_spec, qwen2, results, share_of, train
+from tests.hybrid_groups import HybridGroups
 from verl.config import schema
 from verl.engines.base import MicroBatching, TrainEngine, make_engine
 from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
 from verl.weight_sync import ReshardSync
-from verl.weight_sync.reshard.plan import HybridGroups
 from verl.weight_sync.reshard.sync import Peers
 from verl.workers.rollout.role import CastWeightSource
 
@@ -118,7 +118,7 @@ def reshard_on_rank(path: str, groups: HybridGroups, **keys: Any) -> dict[str, A
 
     ours, gathered = (Received(path, groups, rank) for _ in range(2))
     rollout = SimpleNamespace(receiver=lambda: ours, weight_version=None)
-    sync = ReshardSync(rollout, torch.device("cpu"), 16 * 1024, grouping=groups)
+    sync = ReshardSync(rollout, torch.device("cpu"), 16 * 1024)
     Peers.start_exchange = counting
     for version in range(2):
         counted.clear()

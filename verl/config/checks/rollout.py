@@ -51,9 +51,6 @@ def check_asynchronous(config: Config) -> Iterator[Problem]:
             if is_set
         )
     yield from _check_hosts(config)
-    if config.reward.on_error == "quarantine" and (config.trainer.max_staleness or groups.enable):
-        message = "quarantine, but prompts wait in a queue with algorithm.filter_groups or trainer.async.max_staleness"
-        yield Problem("reward.on_error", f"{message}: this is not supported, use count")
 
 
 def _check_hosts(config: Config) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from verl.config.fields import FilePath, Section, field, other_than, section
+from verl.config.fields import FilePath, Section, field, section
 from verl.config.schema.model import EngineConfig
 
 
@@ -71,25 +71,22 @@ class RewardConfig(Section):
     memory_limit_mb: int | None = field(
         None, "memory limit of the reward worker process in MiB; null: half of the memory of the host", ge=1
     )
-    on_error: Literal["raise", "count", "quarantine"] = field(
+    on_error: Literal["raise", "count"] = field(
         "raise",
-        "when a response cannot be scored: stop the run; count it and use failure_score; or stop, and let the same "
-        "command continue without this prompt (quarantine.jsonl)",
+        "when a response cannot be scored: stop the run, or count it and use failure_score",
     )
     failure_score: float = field(
         0.0, "score of a response that cannot be scored, with on_error=count", active_when=("on_error", "count")
     )
     max_failure_rate: float = field(
         0.1,
-        "with on_error=count, stop if more than one response and this share of a step cannot be scored; with "
-        "quarantine, do not drop more than one prompt and this share",
-        active_when=("on_error", other_than("raise")),
+        "with on_error=count, stop if more than one response and this share of a step cannot be scored",
+        active_when=("on_error", "count"),
         ge=0,
         le=1,
     )
     retries: int = field(
         0,
-        "how often responses that could not be scored are scored again, after 1, 2, 4 ... s; with on_error=quarantine "
-        "at least once",
+        "how often responses that could not be scored are scored again, after 1, 2, 4 ... s",
         ge=0,
     )

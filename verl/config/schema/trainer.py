@@ -18,9 +18,7 @@ class EarlyStoppingConfig(Section):
     """`trainer.early_stopping`: on with `patience`."""
 
     patience: int | None = field(None, "end after this many validations in a row without improvement; null: off", ge=1)
-    metric: str | None = field(None, "validation metric; null: that of save_best, or the main one")
     min_delta: float = field(0.0, "smallest change that counts as an improvement", ge=0)
-    mode: BestMode = field("auto", "whether the best value is the largest; auto: min for names ending in loss")
 
 
 class RunConfig(Section):

@@ -5,7 +5,6 @@ import functools
 import json
 import logging
 import os
-import shutil
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -149,32 +148,3 @@ def _interpreter_folders() -> list[str]:
     folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders |= {sys.prefix, sys.base_prefix, sys.exec_prefix, str(executable.parent), str(executable.resolve().parent)}
     return sorted(folders)
-
-
-@functools.cache
-def isolation() -> Isolation:
-    """The strongest isolation that works here."""
-    command = shutil.which("bwrap") if sys.platform == "linux" else None
-    missing = "bwrap is missing: apt install bubblewrap" if sys.platform == "linux" else "it needs Linux"
-    mode = Isolation(command, "" if command else missing)
-    if command and (problem := _problem(mode)):
-        mode = Isolation(problem=problem)
-    return mode
-
-
-@functools.cache
-def warn_about(mode: Isolation) -> None:
-    """Log, once, what is weaker in a mode."""
-    if mode.weaker:
-        logger.warning("programs in responses are isolated by %s (docs/security.md)", mode.describe())
-
-
-def _problem(mode: Isolation) -> str:
-    """Why programs cannot run in a mode; empty if they can."""
-    from verl.processes.isolation.program import Limits, run_program
-
-    try:
-        finished = run_program("print(1)", limits=Limits(60.0), mode=mode)
-    except OSError as error:
-        return str(error)
-    return "" if finished.stdout == "1\n" else f"{finished.failure}: {' '.join(finished.stderr.split())[-300:]}"

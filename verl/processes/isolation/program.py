@@ -11,6 +11,7 @@ attacks the kernel needs a virtual machine.
 
 import contextlib
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ from typing import BinaryIO
 
 from verl.processes.child import descendants, memory_of
 from verl.processes.isolation.boot import NICE_OF_ROOT, landlock_abi
-from verl.processes.isolation.mode import SHARED_MEMORY, Isolation, isolation, warn_about
+from verl.processes.isolation.mode import SHARED_MEMORY, Isolation
 
 logger = logging.getLogger("verl.rewards")
 
@@ -320,3 +321,33 @@ def _host_excess() -> str | None:
         return None
     logger.warning("a program in a response was ended: the host has less than %d MiB of memory", reserve >> 20)
     return f"ran while the host had less than {reserve >> 20} MiB of memory"
+
+
+# ---- the mode of this machine ---------------------------------------------------------------------------------------
+
+
+@functools.cache
+def isolation() -> Isolation:
+    """The strongest isolation that works here."""
+    command = shutil.which("bwrap") if sys.platform == "linux" else None
+    missing = "bwrap is missing: apt install bubblewrap" if sys.platform == "linux" else "it needs Linux"
+    mode = Isolation(command, "" if command else missing)
+    if command and (problem := _problem(mode)):
+        mode = Isolation(problem=problem)
+    return mode
+
+
+@functools.cache
+def warn_about(mode: Isolation) -> None:
+    """Log, once, what is weaker in a mode."""
+    if mode.weaker:
+        logger.warning("programs in responses are isolated by %s (docs/security.md)", mode.describe())
+
+
+def _problem(mode: Isolation) -> str:
+    """Why programs cannot run in a mode; empty if they can."""
+    try:
+        finished = run_program("print(1)", limits=Limits(60.0), mode=mode)
+    except OSError as error:
+        return str(error)
+    return "" if finished.stdout == "1\n" else f"{finished.failure}: {' '.join(finished.stderr.split())[-300:]}"

@@ -4,7 +4,6 @@ SGLang knows one adapter, `NAME`, and every request names it. A push replaces it
 (`loader.load_adapter`), so requests that are running continue with the new ones.
 """
 
-import inspect
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +17,7 @@ from verl.modeling.vision import is_vision_config
 from verl.rollout.adapters import AdaptedLayers, AppliedAdapters
 from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy
-from verl.rollout.sglang.loader import is_stored, sums_of_bits
+from verl.rollout.sglang.loader import sums_of_bits
 from verl.rollout.sglang.service import Service
 from verl.rollout.sglang.weights import FollowerReceiver, SglangReceiver
 from verl.weight_sync.base import AdapterConfig, AdapterReceiver
@@ -52,8 +51,6 @@ def _completed(modules: Iterable[str]) -> list[str]:
 
 def obstacles(copy: EngineCopy, env: RolloutEnv, layers: AdaptedLayers) -> Iterator[str]:
     """Why SGLang cannot apply the adapters of these layers."""
-    if not _loads_adapters():
-        yield "this version cannot load an adapter from tensors"
     if other := sorted({*layers.modules} - _MODULES):
         yield f"expected adapters of {', '.join(sorted(_MODULES))}, found {other[0]}"
     if other := [name for name in layers.names if _number_of(name) is None and name.rpartition(".")[2] in _MODULES]:
@@ -82,23 +79,11 @@ def _number_of(layer: str) -> str | None:
     return match and match[1]
 
 
-def _loads_adapters() -> bool:
-    """Whether SGLang has the LoRA manager that `loader` calls."""
-    try:
-        from sglang.srt.lora.lora_manager import LoRAManager
-        from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry
-    except ImportError:
-        return False
-    methods = {"load_lora_adapter_from_tensors", "unload_lora_adapter", "fetch_new_loras"} <= {*dir(LoRAManager)}
-    return methods and "register" in dir(LoRARegistry) and "lora_id" in inspect.signature(LoRARef).parameters
-
-
 class SglangAdapterReceiver(AppliedAdapters, SglangReceiver):
     """Receives the base weights once, and then adapters, which SGLang applies without merging them.
 
-    A push is verified: the layers and shapes are those that the trainer adapts; every tensor-parallel rank has received
-    the bits that were sent; and those of the matrices that SGLang multiplies with add up to them, over the ranks,
-    scaling included.
+    The layers and shapes of a push must be those that the trainer adapts, and every tensor-parallel rank must receive
+    the bits that were sent. The canary of the trainer compares the rest.
     """
 
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -111,36 +96,18 @@ class SglangAdapterReceiver(AppliedAdapters, SglangReceiver):
         self, scaling: Mapping[str, float], pairs: Iterator[tuple[str, torch.Tensor, torch.Tensor]], version: int
     ) -> None:
         self.filled = False
-        matrices, sources = self._matrices(scaling, pairs)
-        sums = sums_of_bits(matrices.items())
+        matrices = [*self._matrices(scaling, pairs)]
         adapter = {"name": NAME, "rank": self._layers.rank, "modules": _completed(self._layers.modules)}
         with tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder, self._updating(version):
-            ranks = self._send([*matrices.items()], sums, Path(folder), version, adapter)
-            # also buffers that nothing was sent to, which must be zero
-            for buffer in {**sources, **ranks[0]}:
-                sent = {name: sums[name] for name in sources.get(buffer, ())}
-                stored = [rank[buffer][1] if buffer in rank else 0 for rank in ranks]
-                if not is_stored(stored, sent):
-                    raise ValueError(
-                        f"adapters of version {version}: in SGLang {buffer} does not have the bits that were sent: the "
-                        "engine's adapter is stale"
-                    )
+            self._send(matrices, sums_of_bits(matrices), Path(folder), version, adapter)
 
     def _matrices(
         self, scaling: Mapping[str, float], pairs: Iterator[tuple[str, torch.Tensor, torch.Tensor]]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
-        """PEFT name -> matrix to send, B scaled, since SGLang has one factor for all layers; and buffer of SGLang, see
-        `load_adapter` -> PEFT names of the matrices in it."""
-        matrices: dict[str, torch.Tensor] = {}
-        sources: dict[str, list[str]] = {}
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(PEFT name, matrix) to send, B scaled, since SGLang has one factor for all layers."""
         for layer, a, b in self._with_zeros(pairs):
-            module = layer.rpartition(".")[2]
             for kind, matrix in (("A", a), ("B", b.float() * scaling.get(layer, 1.0))):
-                name = f"{layer}.lora_{kind}.weight"
-                matrices[name] = matrix.to(self._device, self._dtype)
-                buffer = f"{_number_of(layer)}.{_FUSED_INTO.get(module, module)}.{kind}"
-                sources.setdefault(buffer, []).append(name)
-        return matrices, sources
+                yield f"{layer}.lora_{kind}.weight", matrix.to(self._device, self._dtype)
 
     def _with_zeros(
         self, pairs: Iterable[tuple[str, torch.Tensor, torch.Tensor]]

@@ -1,6 +1,5 @@
 """`rollout.name=sglang`: makes the engine of one rank."""
 
-import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -18,8 +17,6 @@ from verl.rollout.sglang.service import FailureHandler, Service, start_engine
 from verl.rollout.sglang.settings import engine_args, probe
 from verl.rollout.sglang.weights import SglangMemory
 
-log = logging.getLogger(__name__)
-
 
 def make_sglang(
     config: schema.RolloutEngineConfig,
@@ -31,8 +28,8 @@ def make_sglang(
     training they are read from the files.
 
     Raises:
-        ImportError, ValueError: SGLang is not installed or not supported (`capabilities.probe`), settings that
-            contradict each other, or `rollout.deterministic`.
+        ImportError, ValueError: SGLang is not installed or too old, settings that contradict each other, or
+            `rollout.deterministic`.
     """
     check_not_deterministic(config)
     if env.tp_rank > 0 and env.adapted_layers is None:
@@ -47,11 +44,6 @@ def make_sglang(
     args = engine_args(copy, env, capabilities)
     if adapted is not None:
         args = lora_args(adapted, on_gpu, memory_saver=args["enable_memory_saver"]) | args
-    if not args.get("enable_deterministic_inference"):
-        log.info(
-            "rollout.name=sglang: sampled tokens do not depend on rollout.seed alone; with "
-            "engine_kwargs.sglang.enable_deterministic_inference=true they do (slower)"
-        )
     media = MediaReader(copy.hf_config) if copy.reads_images else None
     arguments, on_failure = partial(arguments_of, records=copy.records, media=media), FailureHandler()
     if adapted is not None:
@@ -61,15 +53,7 @@ def make_sglang(
         take_processed(engine, copy.hf_config)
     service = on_failure.service = Service(engine, capabilities, arguments, experts)
     memory = SglangMemory(service, saves=bool(args["enable_memory_saver"]))
-    receiver = make_receiver(
-        service,
-        adapted,
-        memory,
-        copy,
-        device=env.device,
-        ranks=env.tp_size,
-        check_every=config.check_every if isinstance(config, schema.RolloutConfig) else 1,
-    )
+    receiver = make_receiver(service, adapted, memory, copy, device=env.device, ranks=env.tp_size)
     if args["enable_memory_saver"]:
         receiver.prepare_release()
     copy.fill(receiver)

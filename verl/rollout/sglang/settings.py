@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,93 +13,56 @@ import torch
 from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.external import (
+    FREE_SHARE,
     LORA,
     cache_bytes_per_token,
     check_engine_kwargs,
-    installed_version,
+    granted_memory,
+    import_checked,
     parameters_of,
-    probe_package,
     shared_args,
 )
 from verl.rollout.request import SEARCH_INTERVAL
 from verl.rollout.routed_experts import check_records
 from verl.rollout.sglang.images import check_model
-from verl.rollout.sglang.traits import PACKAGE, TRAITS
+from verl.rollout.sglang.traits import TRAITS
 from verl.utils.rng import fork_seed
 
 # ---- the installed SGLang -------------------------------------------------------------------------------------------
 
-# Found from signatures and attributes instead of version numbers.
-
-#: class -> attributes that the adapter uses
-_ATTRIBUTES = {
-    "sglang.srt.entrypoints.engine:Engine": (
-        *("async_generate", "shutdown", "release_memory_occupation", "resume_memory_occupation"),
-    ),
-    "sglang.srt.managers.tokenizer_manager:TokenizerManager": ("abort_request", "update_weights_from_tensor"),
-    "sglang.srt.sampling.custom_logit_processor:CustomLogitProcessor": ("to_str",),
-    "sglang.srt.utils:MultiprocessingSerializer": ("serialize",),
-}
-#: class -> parameters that the adapter passes
-_PARAMETERS = {
-    "sglang.srt.server_args:ServerArgs": (
-        *("skip_tokenizer_init", "custom_weight_loader", "enable_custom_logit_processor", "stream_interval"),
-        *("enable_memory_saver", "mem_fraction_static", "max_running_requests", "context_length", "load_format"),
-        *("disable_radix_cache", "chunked_prefill_size", "base_gpu_id", "tp_size", "random_seed", "max_total_tokens"),
-        *("custom_sigquit_handler", "json_model_override_args", "enable_deterministic_inference"),
-        "enable_weights_cpu_backup",
-    ),
-    "sglang.srt.managers.io_struct:UpdateWeightsFromTensorReqInput": (
-        *("serialized_named_tensors", "load_format", "flush_cache", "weight_version"),
-    ),
-    "sglang.srt.sampling.sampling_params:SamplingParams": ("sampling_seed", "stop_token_ids", "ignore_eos"),
-}
-
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Optional features of the installed SGLang.
+    """Optional features of the installed SGLang, found from signatures and attributes.
 
     Attributes:
-        version: for messages.
         update_sessions: a weight push is enclosed in `begin_weight_update` and `end_weight_update`. Running requests
             can then be interrupted for it, and report which weights sampled which tokens.
         routed_experts: the experts that the routers choose can be reported.
         arguments: of `ServerArgs`, to which `sglang.Engine` passes its own; empty: not known.
     """
 
-    version: str
     update_sessions: bool
     routed_experts: bool = False
     arguments: frozenset[str] = frozenset()
 
 
 def probe(on_gpu: bool) -> Capabilities:
-    """Import SGLang and check that it has what the adapter needs.
-
-    Args:
-        on_gpu: whether the engine runs on a GPU.
-
-    Raises:
-        ImportError: SGLang is not installed or does not import.
-        ValueError: it lacks something; the message lists what, with the tested versions.
-    """
+    """Import SGLang. on_gpu: whether the engine runs on a GPU. Raises ImportError if it is not installed or too old."""
     if not on_gpu:
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # read at import
     policy = asyncio.get_event_loop_policy()
     try:
-        classes = probe_package(TRAITS, _ATTRIBUTES, _PARAMETERS)
+        engine = import_checked(TRAITS, "sglang.srt.entrypoints.engine").Engine
+        arguments = parameters_of(import_checked(TRAITS, "sglang.srt.server_args").ServerArgs)
     finally:
         asyncio.set_event_loop_policy(policy)  # SGLang's import replaces it
     return Capabilities(
-        installed_version(PACKAGE),
-        update_sessions="begin_weight_update" in dir(classes["Engine"]),
-        routed_experts="return_routed_experts" in parameters_of(classes["Engine"].async_generate),
-        arguments=parameters_of(classes["ServerArgs"]),
+        update_sessions="begin_weight_update" in dir(engine),
+        routed_experts="return_routed_experts" in parameters_of(engine.async_generate),
+        arguments=arguments,
     )
 
-
-log = logging.getLogger(__name__)
 
 # ---- arguments, from the `rollout` section --------------------------------------------------------------------------
 
@@ -141,7 +103,6 @@ _NOT_SUPPORTED = {
 _NOT_EAGER = ("cuda_graph_config", "cuda_graph_backend_decode", "cuda_graph_backend_prefill", "enable_torch_compile")
 _ORIGINAL_LOG_PROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 _LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
-_FREE_SHARE = 0.9  # of the free memory, for the engine
 _SLACK = 8  # positions that SGLang keeps free
 _SEEDS = 2**31  # of random_seed
 
@@ -220,7 +181,7 @@ def engine_args(copy: EngineCopy, env: RolloutEnv, capabilities: Capabilities) -
         args["mem_fraction_static"] = memory_share(config.gpu_memory_utilization, env.device)
     else:
         args |= {"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": _host_cache_tokens(copy)}
-        args["mem_fraction_static"] = _FREE_SHARE  # SGLang would keep 12 GiB free; the cache has `max_total_tokens`
+        args["mem_fraction_static"] = FREE_SHARE  # SGLang would keep 12 GiB free; the cache has `max_total_tokens`
     return args | kwargs
 
 
@@ -234,7 +195,7 @@ def _expert_args(copy: EngineCopy, on_gpu: bool, capabilities: Capabilities) -> 
             "a separate output layer, which would have no weights: use rollout.name=native or vllm"
         )
     if copy.records:
-        check_records(config, f"sglang {capabilities.version}", capabilities.routed_experts)
+        check_records(config, "sglang", capabilities.routed_experts)
         args["enable_return_routed_experts"] = True
         if not config.enable_chunked_prefill:
             # SGLang records at most `chunked_prefill_size` tokens of a batch: instead of -1, a size that is not reached
@@ -256,22 +217,9 @@ def _context_length(copy: EngineCopy) -> int:
 
 
 def memory_share(asked: float, device: torch.device) -> float:
-    """SGLang's `mem_fraction_static`, a fraction of the memory that is free when the engine starts.
-
-    Args:
-        asked: fraction of the GPU's memory for the engine.
-        device: the GPU.
-    """
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    share = asked * total / free
-    if share <= _FREE_SHARE:
-        return round(share, 3)
-    log.warning(
-        "rollout.gpu_memory_utilization=%.2f: only %.1f of %.1f GiB are free on %s, so SGLang gets %.1f GiB",
-        *(asked, free / 2**30, total / 2**30, device, _FREE_SHARE * free / 2**30),
-    )
-    return _FREE_SHARE
+    """SGLang's `mem_fraction_static`, a fraction of the memory that is free when the engine starts."""
+    granted, free, _ = granted_memory("SGLang", asked, device)
+    return round(granted / free, 3)
 
 
 def _host_cache_tokens(copy: EngineCopy) -> int:

@@ -9,6 +9,7 @@ PACKAGE = Package(
     ("sglang",),
     probe="from sglang import Engine",
     tested=("0.5.15", "0.5.23"),
+    minimum="0.5.15",
     extra="sglang",
     own_torch=True,
 )

@@ -10,9 +10,9 @@ import torch
 
 from verl.rollout.engine_copy import EngineCopy, EngineMemory, EngineReceiver
 from verl.rollout.sglang.images import published_names
-from verl.rollout.sglang.loader import INSTRUCTION, Stored, find_stale, instruction, read_outcomes, sums_of_bits
+from verl.rollout.sglang.loader import INSTRUCTION, check_outcomes, instruction, sums_of_bits
 from verl.rollout.sglang.service import Service
-from verl.weight_sync.base import check_parameters, is_check_due
+from verl.weight_sync.base import check_parameters
 from verl.weight_sync.buckets import BUCKET_BYTES, pack
 
 
@@ -27,7 +27,7 @@ class SglangMemory(EngineMemory):
     """
 
     def __init__(self, service: Service, saves: bool):
-        super().__init__("sglang", "the memory saver", saves)
+        super().__init__(saves)
         self._service = service
 
     def sleep(self) -> None:
@@ -39,7 +39,7 @@ class SglangMemory(EngineMemory):
         self._free("kv_cache", "weights")
 
     def _free(self, *tags: str) -> None:
-        if not self._may_free():
+        if not self._is_on:
             return
         with self._lock:
             if todo := [tag for tag in tags if tag not in self._freed]:
@@ -55,8 +55,7 @@ class SglangReceiver(EngineReceiver):
 
     SGLang's loaders skip names that they do not know. So a push is verified: names and shapes are those of the
     HuggingFace model, and every tensor-parallel rank has received the bits that were sent (`loader.check_received`).
-    After the first push and every `check_every` versions, the bits of its parameters must add up to them, over the
-    ranks (`loader.find_stale`). Every response reports the version of its weights (`Service`).
+    Every response reports the version of its weights (`Service`), and the canary of the trainer compares the rest.
 
     Args:
         service: the engine.
@@ -64,27 +63,15 @@ class SglangReceiver(EngineReceiver):
         copy: the model.
         device: of the buckets.
         ranks: tensor-parallel size.
-        check_every: `rollout.check_every`.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        memory: SglangMemory,
-        copy: EngineCopy,
-        *,
-        device: torch.device,
-        ranks: int,
-        check_every: int,
-    ):
+    def __init__(self, service: Service, memory: SglangMemory, copy: EngineCopy, *, device: torch.device, ranks: int):
         super().__init__(service, memory, copy.shapes, copy.reads_files)
         self._service = service
         self._dtype = copy.dtype
         self._device = device
         self._ranks = ranks
         self._sessions = service.capabilities.update_sessions
-        self._check_every = check_every
-        self._last_check: int | None = None
 
     @torch.no_grad()
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, is_last: bool = True) -> None:
@@ -99,15 +86,13 @@ class SglangReceiver(EngineReceiver):
         """
         with tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder, self._updating(version, is_last=is_last):
             named = published_names(check_parameters(weights, self.shapes, version))
-            sent = self._send_all(named, Path(folder))
-            compares = is_check_due(version, self._last_check, self._check_every)
-            stored = self._send([], {}, Path(folder), version, compares=compares)
-            if compares and (stale := find_stale(stored, sent)):
-                raise ValueError(
-                    f"weights of version {version}: in SGLang the parameters of {', '.join(stale[:3])} do not have the "
-                    "bits that were sent: the engine's weights are stale"
-                )
-            self._last_check = version if compares else self._last_check
+            # `_send` returns when the scheduler has loaded the bucket
+            for bucket in pack(named, device=self._device, dtype=self._dtype, bucket_bytes=BUCKET_BYTES):
+                parameters = [*bucket.parameters()]
+                self._send(parameters, sums_of_bits(parameters), Path(folder))
+            if self._device.type == "cuda":
+                torch.cuda.ipc_collect()
+            self._send([], {}, Path(folder), version)
 
     @contextmanager
     def _session(self, version: int | None = None, running: None = None) -> Iterator[None]:
@@ -131,19 +116,6 @@ class SglangReceiver(EngineReceiver):
         ):
             self._send([], {}, Path(folder))
 
-    def _send_all(self, weights: Iterator[tuple[str, torch.Tensor]], folder: Path) -> dict[str, tuple[int, int]]:
-        """Send the weights in buckets. Returns name -> (elements, sum of their bits)."""
-        sent: dict[str, tuple[int, int]] = {}
-        # `_send` returns when the scheduler has loaded the bucket
-        for bucket in pack(weights, device=self._device, dtype=self._dtype, bucket_bytes=BUCKET_BYTES):
-            parameters = dict(bucket.parameters())
-            sums = sums_of_bits(parameters.items())
-            self._send([*parameters.items()], sums, folder)
-            sent |= {name: (tensor.numel(), sums[name]) for name, tensor in parameters.items()}
-        if self._device.type == "cuda":
-            torch.cuda.ipc_collect()
-        return sent
-
     def _send(
         self,
         tensors: list[tuple[str, torch.Tensor]],
@@ -151,18 +123,17 @@ class SglangReceiver(EngineReceiver):
         folder: Path,
         version: int | None = None,
         adapter: dict[str, Any] | None = None,
-        compares: bool = False,
-    ) -> list[Stored]:
+    ) -> None:
         """Load weights, or the tensors of an adapter (`load_adapter`), in every rank.
 
         sums: name -> sum of the bits, which every rank compares with what it has received. version: of the push, on its
-        last call. Returns what each rank stores (`read_outcomes`); of weights only if `compares`.
+        last call.
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
         outcome, is_last = folder / "outcome", version is not None
-        order = instruction(outcome, sums, self._dtype if compares else None, adapter).to(self._device)
+        order = instruction(outcome, sums, adapter).to(self._device)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the other processes do not know this stream
         content = [*tensors, (INSTRUCTION, order)]
@@ -174,7 +145,7 @@ class SglangReceiver(EngineReceiver):
         )
         engine = self._service.engine
         _check(engine.loop.run_until_complete(engine.tokenizer_manager.update_weights_from_tensor(request, None)))
-        return read_outcomes(outcome, self._ranks)
+        check_outcomes(outcome, self._ranks)
 
 
 def _check(result: tuple[bool, str]) -> None:

@@ -12,9 +12,8 @@ from verl.rollout.checks import unexpanded_prompt
 from verl.rollout.engine_copy import CopyRollout, EngineCopy, EngineMemory
 from verl.rollout.request import Completion, Request
 from verl.rollout.vllm.adapters import VllmAdapterReceiver, lora_request
-from verl.rollout.vllm.settings import Capabilities
 from verl.rollout.vllm.stepping import Channel, Job, Stepper
-from verl.rollout.vllm.weights import VllmSliceReceiver
+from verl.rollout.vllm.weights import VllmReceiver
 from verl.utils.rng import fork_seed
 
 #: vLLM raises lower temperatures to this one
@@ -33,7 +32,6 @@ class VllmRollout(CopyRollout):
 
     Args:
         llm: a `vllm.LLM`.
-        capabilities: of the installed vLLM.
         copy: the model.
         sleeps: whether vLLM's sleep mode is on.
         device: device of the engine.
@@ -45,7 +43,6 @@ class VllmRollout(CopyRollout):
     def __init__(
         self,
         llm: Any,
-        capabilities: Capabilities,
         *,
         copy: EngineCopy,
         sleeps: bool,
@@ -55,7 +52,6 @@ class VllmRollout(CopyRollout):
         adapted_layers: AdaptedLayers | None = None,
     ):
         self.llm = llm
-        self.capabilities = capabilities
         self.device = device
         self.stepper = Stepper(
             llm.llm_engine,
@@ -68,7 +64,7 @@ class VllmRollout(CopyRollout):
         )
         super().__init__(copy, self.stepper, VllmMemory(llm, sleeps))
         self._receiver = (
-            VllmSliceReceiver(self, copy.shapes, filled=copy.reads_files)
+            VllmReceiver(self, copy.shapes, filled=copy.reads_files)
             if adapted_layers is None
             else VllmAdapterReceiver(self, copy.shapes, filled=False, layers=adapted_layers)
         )
@@ -111,7 +107,7 @@ class VllmRollout(CopyRollout):
         from vllm.sampling_params import RequestOutputKind
 
         params = request.params
-        more = {"flat_logprobs": True} if self.capabilities.flat_logprobs else {}
+        more: dict[str, Any] = {"flat_logprobs": True}  # without an object per token
         if not params.greedy:
             more |= {name: getattr(params, name) for name in ("top_k", "top_p", "min_p")}
             more["seed"] = fork_seed(params.seed, request.sample_id)
@@ -132,7 +128,7 @@ class VllmMemory(EngineMemory):
     """Frees weights and KV cache together, by the sleep mode of a `vllm.LLM`."""
 
     def __init__(self, llm: Any, sleeps: bool):
-        super().__init__("vllm", "sleep mode", sleeps)
+        super().__init__(sleeps)
         self._llm = llm
 
     def sleep(self) -> None:
@@ -145,7 +141,7 @@ class VllmMemory(EngineMemory):
         self._sleep(level=2)
 
     def _sleep(self, level: int) -> None:
-        if self._may_free() and not self._freed:
+        if self._is_on and not self._freed:
             torch.cuda.synchronize()
             self._llm.sleep(level=level)
             self._freed = {"weights", "kv_cache"}

@@ -18,7 +18,7 @@ from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.external import check_not_deterministic
 from verl.rollout.vllm.adapters import lora_args, obstacles
 from verl.rollout.vllm.engine import VllmRollout
-from verl.rollout.vllm.settings import engine_args, join_process_group, launcher_variables, probe
+from verl.rollout.vllm.settings import engine_args, join_process_group, known_arguments, launcher_variables
 from verl.utils.rng import rng_state, set_rng_state
 
 
@@ -32,22 +32,20 @@ def make_vllm(
     training they are read from the files.
 
     Raises:
-        ImportError, ValueError: vLLM is not installed or not supported (`capabilities.probe`), settings that contradict
-            each other, `rollout.deterministic`, choices of experts that this vLLM does not report, or adapters that it
-            cannot apply.
+        ImportError, ValueError: vLLM is not installed or too old, settings that contradict each other,
+            `rollout.deterministic`, choices of experts that vLLM does not report, or adapters that it cannot apply.
     """
     check_not_deterministic(config)
-    capabilities = probe()
+    known = known_arguments()
     copy = EngineCopy.from_arguments(config, model, env, train_engine)
     layers = copy.recorded_layers()
-    args = engine_args(copy, env, capabilities)
-    adapted = applied_layers("vllm", config, env, partial(obstacles, copy, capabilities))
+    args = engine_args(copy, env, known)
+    adapted = applied_layers("vllm", config, env, partial(obstacles, copy))
     if adapted is not None:
         args |= lora_args(adapted)
     join_process_group(env)
     engine = VllmRollout(
         _make_llm(args, env, copy.has_experts),
-        capabilities,
         copy=copy,
         sleeps=bool(args.get("enable_sleep_mode")),
         device=env.device,

@@ -1,10 +1,8 @@
 """What the adapter needs of the installed vLLM, the arguments of its engine, and the process group that it joins."""
 
-import logging
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,62 +16,16 @@ from verl.rollout.external import (
     LORA,
     cache_bytes_per_token,
     check_engine_kwargs,
-    installed_version,
+    granted_memory,
+    import_checked,
     parameters_of,
-    probe_package,
     shared_args,
 )
 from verl.rollout.routed_experts import check_records
-from verl.rollout.vllm.traits import PACKAGE, TRAITS
+from verl.rollout.vllm.traits import TRAITS
 from verl.utils.rendezvous import join_default_group
 
 # ---- the installed vLLM ---------------------------------------------------------------------------------------------
-
-# Found from signatures and attributes instead of version numbers.
-
-#: class -> attributes that the adapter calls
-_ATTRIBUTES = {
-    "vllm:LLM": ("collective_rpc", "sleep", "wake_up", "reset_prefix_cache"),
-    "vllm.v1.engine.llm_engine:LLMEngine": ("add_request", "step", "abort_request", "has_unfinished_requests"),
-}
-#: class or method -> parameters that the adapter passes
-_PARAMETERS = {
-    "vllm:SamplingParams": ("logprobs", "seed", "stop_token_ids", "ignore_eos", "detokenize", "output_kind", "min_p"),
-    "vllm.engine.arg_utils:EngineArgs": (
-        *("load_format", "logprobs_mode", "distributed_executor_backend", "skip_tokenizer_init", "enable_sleep_mode"),
-        *("gpu_memory_utilization", "enable_prefix_caching", "enable_chunked_prefill", "generation_config"),
-    ),
-    "vllm:LLM.reset_prefix_cache": ("reset_running_requests",),
-    "vllm:LLM.sleep": ("level",),
-    "vllm:LLM.wake_up": ("tags",),
-}
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """Optional features of the installed vLLM.
-
-    Attributes:
-        version: for messages.
-        flat_logprobs: log-probs of a response come as flat lists, without an object per token.
-        async_scheduling: the next step can be scheduled while the last one runs; it can be turned off.
-        fused_all_reduce: a compiler pass replaces all-reduce and norm by a kernel of FlashInfer; it can be turned off.
-        device_normalize: pixels can be normalized by the model instead of the processor; it can be turned off.
-        reset_encoder_cache: features of images can be dropped when the weights change.
-        routed_experts: the experts that the routers choose can be reported, on a GPU.
-        adapters: LoRA adapters can be loaded from tensors.
-        arguments: of `EngineArgs`, to which `vllm.LLM` passes its own; empty: not known.
-    """
-
-    version: str
-    flat_logprobs: bool
-    async_scheduling: bool
-    fused_all_reduce: bool
-    device_normalize: bool = False
-    reset_encoder_cache: bool = False
-    routed_experts: bool = False
-    adapters: bool = False
-    arguments: frozenset[str] = frozenset()
 
 
 def set_environment() -> None:
@@ -94,45 +46,11 @@ def set_environment() -> None:
     os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
 
 
-def probe() -> Capabilities:
-    """Import vLLM and check that it has what the adapter needs.
-
-    Raises:
-        ImportError: vLLM is not installed or does not import.
-        ValueError: it lacks something; the message lists what, with the tested versions.
-    """
+def known_arguments() -> frozenset[str]:
+    """Import vLLM. Returns the arguments of its engine. Raises ImportError if it is not installed or too old."""
     set_environment()
-    classes = probe_package(TRAITS, _ATTRIBUTES, _PARAMETERS)
-    from vllm.config import PassConfig
+    return parameters_of(import_checked(TRAITS, "vllm.engine.arg_utils").EngineArgs)
 
-    arguments = parameters_of(classes["EngineArgs"])
-    return Capabilities(
-        installed_version(PACKAGE),
-        flat_logprobs="flat_logprobs" in parameters_of(classes["SamplingParams"]),
-        async_scheduling="async_scheduling" in arguments,
-        fused_all_reduce="fuse_allreduce_rms" in parameters_of(PassConfig),
-        device_normalize="mm_device_do_normalize" in arguments,
-        reset_encoder_cache="reset_encoder_cache" in dir(classes["LLMEngine"]),
-        routed_experts="enable_return_routed_experts" in arguments,
-        adapters="lora_target_modules" in arguments and _loads_adapters(),
-        arguments=arguments,
-    )
-
-
-def _loads_adapters() -> bool:
-    """Whether vLLM has the LoRA manager that `adapters` calls."""
-    try:
-        from vllm.lora.lora_model import LoRAModel
-        from vllm.lora.lora_weights import LoRALayerWeights
-        from vllm.lora.model_manager import LoRAModelManager
-    except ImportError:  # another version has them elsewhere
-        return False
-    methods = {"add_adapter", "activate_adapter", "remove_adapter"} <= {*dir(LoRAModelManager)}
-    matrices = {"module_name", "rank", "lora_alpha", "lora_a", "lora_b"} <= parameters_of(LoRALayerWeights)
-    return methods and matrices and {"lora_model_id", "rank", "loras"} <= parameters_of(LoRAModel)
-
-
-log = logging.getLogger(__name__)
 
 # ---- arguments, from the `rollout` section --------------------------------------------------------------------------
 
@@ -160,7 +78,6 @@ _NOT_SUPPORTED = {
     "speculative_config": "its draft model would not be trained",
 }
 _PAGE = 128  # tokens; vLLM's block size on a CPU
-_FREE_SHARE = 0.9  # of the free GPU memory, for the engine
 
 
 def check_kwargs(kwargs: dict[str, Any], known: Collection[str] = ()) -> None:
@@ -169,21 +86,21 @@ def check_kwargs(kwargs: dict[str, Any], known: Collection[str] = ()) -> None:
     check_engine_kwargs("vllm", kwargs, _OWNED, _NOT_SUPPORTED, known)
 
 
-def engine_args(copy: EngineCopy, env: RolloutEnv, capabilities: Capabilities) -> dict[str, Any]:
+def engine_args(copy: EngineCopy, env: RolloutEnv, known: Collection[str] = ()) -> dict[str, Any]:
     """Arguments of `vllm.LLM`.
 
     Args:
         copy: the model, and where its weights come from.
         env: where the engine runs.
-        capabilities: of the installed vLLM.
+        known: all arguments of the installed vLLM; empty: not known.
 
     Raises:
         ValueError: an argument in `engine_kwargs.vllm` that is not supported, a quantized model, or choices of experts
-            that this vLLM does not report.
+            that vLLM does not report on this device.
     """
     config, on_gpu, length = copy.config, env.device.type == "cuda", copy.max_length
     kwargs = dict(config.engine_kwargs.vllm)
-    check_kwargs(kwargs, capabilities.arguments)
+    check_kwargs(kwargs, known)
     tokens = config.max_num_batched_tokens
     if not config.enable_chunked_prefill:
         tokens = max(tokens, length)  # a prompt must fit into one step
@@ -204,9 +121,9 @@ def engine_args(copy: EngineCopy, env: RolloutEnv, capabilities: Capabilities) -
         "seed": copy.seed,
     }
     if copy.reads_images:
-        args |= _vision_args(capabilities)
+        args |= _vision_args(known)
     if copy.records:
-        check_records(config, f"vllm {capabilities.version} on {env.device}", on_gpu and capabilities.routed_experts)
+        check_records(config, f"vllm on {env.device}", on_gpu)
         args["enable_return_routed_experts"] = True
     if on_gpu and copy.has_experts:
         args["moe_backend"] = "triton"  # the default depends on the GPU; others permute the weights
@@ -217,17 +134,12 @@ def engine_args(copy: EngineCopy, env: RolloutEnv, capabilities: Capabilities) -
     else:
         args["kv_cache_memory_bytes"] = _host_cache_bytes(copy, env.tp_size)
     if env.tp_size > 1:
-        args |= _tensor_parallel_args(capabilities, kwargs)
+        args |= _tensor_parallel_args(kwargs)
     return args | kwargs
 
 
-def _vision_args(capabilities: Capabilities) -> dict[str, Any]:
-    """Arguments for a vision-language model. ValueError: features of old weights would be kept, or no torchvision."""
-    if not capabilities.reset_encoder_cache:
-        raise ValueError(
-            f"rollout.name=vllm: vLLM {capabilities.version} lacks LLMEngine.reset_encoder_cache, so images would keep "
-            "the features of old weights: install a newer vLLM, or use rollout.name=native"
-        )
+def _vision_args(known: Collection[str]) -> dict[str, Any]:
+    """Arguments for a vision-language model. known: see `engine_args`. ValueError: no torchvision."""
     if find_spec("torchvision") is None:
         raise ValueError(
             "rollout.name=vllm: vLLM reads images with torchvision, which is not installed: pip install torchvision (a "
@@ -235,36 +147,27 @@ def _vision_args(capabilities: Capabilities) -> dict[str, Any]:
         )
     # the processor of images needs the tokenizer. Constants of a normalization in the model would be random: they are
     # neither in the files nor pushed
-    normalize = {"mm_device_do_normalize": False} if capabilities.device_normalize else {}
+    normalize = {"mm_device_do_normalize": False} if "mm_device_do_normalize" in known else {}
     return {"skip_tokenizer_init": False} | normalize
 
 
-def _tensor_parallel_args(capabilities: Capabilities, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _tensor_parallel_args(kwargs: dict[str, Any]) -> dict[str, Any]:
     """kwargs: `engine_kwargs.vllm`."""
-    args: dict[str, Any] = {"disable_custom_all_reduce": True}  # it shares memory, which sleep mode frees
-    if capabilities.async_scheduling:
-        args["async_scheduling"] = False  # its order of steps depends on time; all ranks must take the same steps
-    if capabilities.fused_all_reduce:
-        # off unless it is set: vLLM 0.24 has it on for Hopper and Blackwell, see `capabilities.set_environment`
-        value = kwargs.pop("compilation_config", None)
-        config = {"mode": value} if isinstance(value, int) else dict(value or {})
-        passes = {"fuse_allreduce_rms": False} | dict(config.get("pass_config") or {})
-        args["compilation_config"] = config | {"pass_config": passes}
-    return args
+    # fused all-reduces are off unless they are set: vLLM has them on for Hopper and Blackwell, see `set_environment`
+    value = kwargs.pop("compilation_config", None)
+    config = {"mode": value} if isinstance(value, int) else dict(value or {})
+    passes = {"fuse_allreduce_rms": False} | dict(config.get("pass_config") or {})
+    return {
+        "disable_custom_all_reduce": True,  # it shares memory, which sleep mode frees
+        "async_scheduling": False,  # its order of steps depends on time; all ranks must take the same steps
+        "compilation_config": config | {"pass_config": passes},
+    }
 
 
 def memory_share(asked: float, device: torch.device) -> float:
-    """Fraction of the GPU memory for the engine: at most what other users of the GPU, such as the trainer, leave."""
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    possible = int(100 * _FREE_SHARE * free / total) / 100
-    if asked <= possible:
-        return asked
-    log.warning(
-        "rollout.gpu_memory_utilization=%.2f: only %.1f of %.1f GiB are free on %s, so vLLM gets %.2f of the memory",
-        *(asked, free / 2**30, total / 2**30, device, possible),
-    )
-    return possible
+    """Fraction of the GPU memory for the engine: at most what is left."""
+    granted, _, total = granted_memory("vLLM", asked, device)
+    return min(asked, int(100 * granted / total) / 100) if granted < asked * total else asked
 
 
 def _host_cache_bytes(copy: EngineCopy, tp_size: int) -> int:

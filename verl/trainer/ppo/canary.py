@@ -143,7 +143,10 @@ class Canary:
                 f"{subject} has {weights}, but computes something else with them: {difference}. {CAUSES}. {_ADVICE}"
             )
         else:
-            problem = "and they cannot be compared: its receiver() is no StoredWeights. Check that it loads every one"
+            problem = (
+                "and they cannot be compared: its receiver() is no StoredWeights. Check that it loads every one; "
+                f"otherwise its computation differs. {CAUSES}"
+            )
         raise StaleWeightsError(f"{subject} does not generate with {weights}, {problem}; {difference}. {_ADVICE}")
 
     def _compare_with_old(self, rank: int, check: _Check, old: _Check, trained: torch.Tensor) -> None:

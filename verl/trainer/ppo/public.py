@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, RandomSampler, Sampler, SequentialSampler
 from verl.config import load_section
 from verl.config.public.objects import plain_config
 from verl.data.rlhf_dataset import RLHFDataset, create_custom_dataset, load_dataset_class
+from verl.registry import load_object
 from verl.single_controller import Worker, WorkerSpec
 from verl.trainer.startup.inputs import load_sampler
 
@@ -179,15 +180,14 @@ class TaskRunner:
 
     def run(self, config: Any) -> None:
         """Train. config: a DictConfig, or a dictionary."""
-        from verl.trainer.ray_trainer import RayPPOTrainer
-
+        trainer_class = load_object("verl.trainer.ray_trainer", "RayPPOTrainer")
         actor, _ = self.add_actor_rollout_worker(config)
         self.add_critic_worker(config)
         self.add_reward_model_worker(config)
         self.add_ref_policy_worker(config, actor)
         pools = self.init_resource_pool_mgr(config)
         workers = self.role_worker_mapping
-        RayPPOTrainer(config, role_worker_mapping=workers, resource_pool_manager=pools).fit()
+        trainer_class(config, role_worker_mapping=workers, resource_pool_manager=pools).fit()
 
 
 def run_ppo(config: Any, task_runner_class: Any = TaskRunner) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.single_controller.worker_group import Future, WorkerGroup
-from verl.tracking.formatting import describe_push
+from verl.tracking.formatting import format_number
 from verl.trainer.ppo.canary import Canary
 from verl.weight_sync import SyncReport
 from verl.weight_sync.verify import format_checksum
@@ -102,10 +102,7 @@ def _push_metrics(reports: Sequence[SyncReport], version: int) -> dict[str, floa
     if not size:
         return metrics
     metrics["weight_sync/gb_per_second"] = size / seconds / 1e9
-    if limit := min(report.bandwidth for report in reports):
-        metrics["weight_sync/bandwidth_share"] = size / seconds / limit
-    cost = describe_push(size, seconds, metrics.get("weight_sync/bandwidth_share"))
-    logger.info("[sync_weights] version %d: %s", version, cost)
+    logger.info("[sync_weights] version %d: %sB in %.3g s", version, format_number(size), seconds)
     return metrics
 
 

@@ -110,7 +110,7 @@ class Checkpointer:
         saved_roles: roles whose state is saved, each in a folder of that name.
         roles: role -> worker group; filled before the first save or load.
         pipeline: the flow, whose state is saved.
-        keep: role -> number of newest checkpoints to keep; None: all.
+        keep: role -> number of newest checkpoints to keep; None: not limited. The largest number counts.
         watch: its state is saved; it names the best checkpoint.
 
     Attributes:
@@ -260,8 +260,9 @@ class Checkpointer:
         if pending.best is not None:
             self.store.mark_best(pending.best)
             logger.info("[save] best checkpoint: %(metric)s = %(value).4g at step %(step)d", pending.best)
-        for role, keep in self.keep().items():
-            self.store.prune_subfolder(role, keep)
+        limits = [keep for role, keep in self.keep().items() if keep is not None and role in self.roles]
+        if limits:
+            self.store.prune(max(limits))
         seconds = time.perf_counter() - pending.start
         self._durations.record("write", seconds)
         logger.info("[save] %.2fs %s", seconds, pending.path)

@@ -79,16 +79,11 @@ class Identity:
         self._working_dir, self._data_digests = working_dir, data_digests
         self._state: dict[str, Any] | None = None
 
-    def state(self, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Group -> fingerprints of its files, and the versions of packages.
-
-        Args:
-            known: the saved state; a large file of the same size and time is not read again.
-        """
+    def state(self) -> dict[str, Any]:
+        """Group -> fingerprints of its files, and the versions of packages."""
         if self._state is None:
             files = self._files()
-            earlier = {tuple(x[:3]): x for group in GROUPS for x in (known or {}).get(group, [])}
-            self._state = {group: [fingerprint(path, earlier) for path in files[group]] for group in GROUPS}
+            self._state = {group: [fingerprint(path) for path in files[group]] for group in GROUPS}
             self._state["data"] += [[name, 0, 0, digest] for name, digest in self._data_digests().items() if digest]
             self._state["packages"] = _versions()
         return self._state
@@ -145,7 +140,7 @@ class Identity:
             logger.warning("changed since the checkpoint, the new values are used: %s", ", ".join(logged))
 
     def _changed_files(self, saved: Mapping[str, Any]) -> dict[str, str]:
-        now = self.state(saved)
+        now = self.state()
         changes = {}
         for group in GROUPS:
             before, after = (_contents(each.get(group, [])) for each in (saved, now))
@@ -177,19 +172,14 @@ class Identity:
         return [f"{name}: {before.get(name)} -> {after.get(name)}" for name in names]
 
 
-def fingerprint(path: Path, known: Mapping[tuple, Fingerprint] | None = None) -> Fingerprint:
+def fingerprint(path: Path) -> Fingerprint:
     """The fingerprint of a file.
 
     Of a file over 64 MiB, 64 blocks of 64 KiB at equal distances are hashed, the first and the last included; smaller
     files are hashed completely.
-
-    Args:
-        known: (name, bytes, time) -> fingerprint; such a large file is not read.
     """
     status = path.stat()
     key = (path.name, status.st_size, status.st_mtime_ns)
-    if status.st_size > _WHOLE_BYTES and known and key in known:
-        return list(known[key])
     with path.open("rb") as file:
         if status.st_size <= _WHOLE_BYTES:
             return [*key, hashlib.file_digest(file, "sha256").hexdigest()]

@@ -7,10 +7,8 @@ in the rollout engine, as with tensor parallelism. The way of a weight:
     sync.py         one rank's share of a bucket: chunks that it sends, keeps and receives; then per bucket:
                                    shards --sends--> buffer --all-to-all--> buffer --receives--> stored tensors
                                    shards --keeps-----------------------------------------> stored tensors
-    chunk_table.py  each arrow that copies: one Triton kernel on a GPU (chunks_triton.py), or operators of torch
-    grouping.py     which ranks generate together, so that they lack as little as possible (HybridFlow)
+    chunk_table.py  each arrow that copies
 
-The plan is computed at the first push. The next bucket is packed while one is sent. Checksums of what a rank sends to
-another are compared with those of what arrives, in every push. After the first push and every `check_every` versions,
-all parameters are gathered, and what a rank stores is compared with them bit for bit.
+The plan is computed at the first push. The next bucket is packed while one is sent. After the first push and every
+`check_every` versions, all parameters are gathered, and what a rank stores is compared with them bit for bit.
 """

@@ -5,18 +5,17 @@ A chunk that a rank has already is only copied. Of several ranks with the same c
 replica of the weights, so that replicas do not send to each other; if there are several, they take turns.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from verl.utils.shards import Box, Chunk, Shard, matrix_shape, whole
 
-_ALIGNMENT = 8  # bytes; words of the checksums in transit
+_ALIGNMENT = 8  # bytes, of every dtype
 
 
 @dataclass(frozen=True)
@@ -154,8 +153,8 @@ def make_plan(layouts: Sequence[RankLayout], bucket_bytes: int) -> Plan:
         bucket_bytes: max bytes that a rank sends, keeps and receives in one bucket. A chunk with one row may be larger.
 
     Raises:
-        ValueError: the rollout needs a parameter that training does not have, or the reverse; the shards do not cover
-            a parameter exactly once; or some of it is stored by no rank.
+        ValueError: the rollout needs a parameter that training does not have, or the reverse; or some of a
+            parameter is stored by no rank.
     """
     sources = _sources(layouts)
     _check_names(sources, layouts)
@@ -192,23 +191,7 @@ def _sources(layouts: Sequence[RankLayout]) -> dict[str, tuple[tuple[int, ...], 
             index = count[shard.name] = count.get(shard.name, -1) + 1
             if shard.box.numel:
                 boxes[shard.box] = (*boxes.get(shard.box, ()), (rank, index))
-    for name, (shape, boxes) in sources.items():
-        _check_shards(name, shape, boxes)
     return {name: sources[name] for name in sorted(sources, key=first.__getitem__)}
-
-
-def _check_shards(name: str, shape: Sequence[int], boxes: Collection[Box]) -> None:
-    """Check that the training shards cover every element once."""
-    size, total = whole(shape).numel, sum(box.numel for box in boxes)
-    ordered = sorted(boxes)
-    overlap = total != size or any(
-        a.intersect(b) for i, a in enumerate(ordered) for b in ordered[i + 1 :] if b.top < a.bottom
-    )
-    if overlap:
-        raise ValueError(
-            f"weight sync: the training shards of {name}: expected each of {size} elements once, found {total}: "
-            f"{ordered[:4]}"
-        )
 
 
 def _check_stored(name: str, shape: Sequence[int], stored: Sequence[Stored]) -> None:
@@ -321,102 +304,3 @@ def _buckets(
         filled = total
     close()
     return buckets
-
-
-# ---- groups of ranks ------------------------------------------------------------------------------------------------
-
-# Training splits a model p-t-d (pipeline, tensor, data parallel); generation on the same ranks splits it p_g-t_g, which
-# makes d_g = p t / (p_g t_g) replicas inside of every training replica. A micro-data-parallel group has the d_g ranks
-# whose training shards together are one generation shard.
-#
-#     groups = HybridGroups(pp=1, tp=4, dp=2, generation_pp=1, generation_tp=2)
-#     groups.rank_groups("generation_tp")     # [[0, 2], [1, 3], [4, 6], [5, 7]]
-#     groups.rank_groups("micro_dp")          # [[0, 1], [2, 3], [4, 5], [6, 7]]
-#
-# Generation groups take ranks at a stride of t/t_g (p/p_g), so that the training shard of every rank lies inside of its
-# generation shard: nothing is stored twice, and a rank gathers only within its micro-data-parallel group. The vanilla
-# grouping takes consecutive ranks; some ranks then have disjoint shards.
-
-Kind = Literal["tp", "pp", "dp", "generation_tp", "generation_pp", "micro_dp"]
-
-
-@dataclass(frozen=True)
-class HybridGroups:
-    """The layout of training and generation over the same ranks.
-
-    Ranks are numbered as by megatron-core: rank (P d + D) t + T has the pipeline rank P, the data-parallel rank D and
-    the tensor-parallel rank T. Ranks that share the tokens of a sequence count as data-parallel.
-
-    Args:
-        pp, tp, dp: sizes in training.
-        generation_pp, generation_tp: sizes in generation; they divide pp and tp.
-        strided: the grouping of the paper; False: the vanilla one.
-
-    Raises:
-        ValueError: a size of generation does not divide that of training.
-    """
-
-    pp: int
-    tp: int
-    dp: int
-    generation_pp: int
-    generation_tp: int
-    strided: bool = True
-
-    def __post_init__(self) -> None:
-        for name, size, training_size in (
-            ("pipeline", self.generation_pp, self.pp),
-            ("tensor", self.generation_tp, self.tp),
-        ):
-            if size < 1 or training_size < 1 or training_size % size:
-                raise ValueError(
-                    f"{name}-parallel size of generation: expected a divisor of that of training, {training_size}, "
-                    f"found {size}"
-                )
-
-    @property
-    def world_size(self) -> int:
-        return self.pp * self.tp * self.dp
-
-    @property
-    def stride(self) -> int:
-        """Distance of two ranks of a tensor-parallel group of generation."""
-        return self.tp // self.generation_tp if self.strided else 1
-
-    def training(self, rank: int) -> tuple[int, int, int]:
-        """(P, T, D): pipeline, tensor and data-parallel rank in training."""
-        stage, inside = divmod(rank, self.dp * self.tp)
-        return stage, inside % self.tp, inside // self.tp
-
-    def generation(self, rank: int) -> tuple[int, int, int]:
-        """(P_g, T_g, micro-data-parallel rank) in generation, inside of the training replica."""
-        stage, tensor, _ = self.training(rank)
-        if not self.strided:
-            micro, inside = divmod(stage * self.tp + tensor, self.generation_pp * self.generation_tp)
-            return inside // self.generation_tp, inside % self.generation_tp, micro
-        stages, tensors = self.pp // self.generation_pp, self.tp // self.generation_tp
-        return stage // stages, tensor // tensors, stage % stages * tensors + tensor % tensors
-
-    def rank_groups(self, kind: Kind) -> list[list[int]]:
-        """All groups of one kind, by their first rank."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        in_training = {"tp": (2, 0), "pp": (2, 1), "dp": (0, 1)}
-        in_generation = {"generation_tp": (2, 0), "generation_pp": (2, 1), "micro_dp": (0, 1)}
-        for rank in range(self.world_size):
-            training = self.training(rank)
-            if kind in in_training:
-                key = tuple(training[i] for i in in_training[kind])
-            else:
-                generation = self.generation(rank)
-                key = training[2], *(generation[i] for i in in_generation[kind])
-            groups.setdefault(key, []).append(rank)
-        return sorted(groups.values())
-
-    @property
-    def communication(self) -> Fraction:
-        """What a rank receives in the transition to generation, relative to the bytes of the model (table 2).
-
-        Vanilla grouping gathers the whole model inside of the training replica.
-        """
-        cells, size = self.pp * self.tp, self.generation_pp * self.generation_tp
-        return Fraction(cells - size, size * cells) if self.strided else Fraction(cells - 1, cells)

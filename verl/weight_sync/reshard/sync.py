@@ -1,11 +1,9 @@
 """`ReshardSync`: one rank's share of the plan, the exchange of one push, and its checks. See the package for the way of
 a weight."""
 
-import dataclasses
 import logging
 import pickle
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +11,9 @@ import torch.distributed as dist
 
 from verl.utils.shards import Shard
 from verl.weight_sync.base import ReceivesWeights, ShardSource, SlicedWeights, SyncReport, WeightSource, WeightSync
-from verl.weight_sync.buckets import fastest, measured_bytes
-from verl.weight_sync.reshard.chunk_table import ChunkTable, Position, TensorList, readable_tensors
-from verl.weight_sync.reshard.plan import Bucket, HybridGroups, Move, Plan, RankLayout, Stored, buffer_bytes, make_plan
-from verl.weight_sync.verify import checksums, equal_bits, sums_of
+from verl.weight_sync.reshard.chunk_table import ChunkTable, Position
+from verl.weight_sync.reshard.plan import Bucket, Move, Plan, RankLayout, Stored, buffer_bytes, make_plan
+from verl.weight_sync.verify import equal_bits
 
 logger = logging.getLogger("verl.rollout")
 
@@ -37,8 +34,8 @@ class RankPlan:
         slot_bytes: sizes of the two buffers that consecutive buckets alternate in.
     """
 
-    def __init__(self, plan: Plan, rank: int, layout: RankLayout, device: torch.device):
-        self.plan, self.rank, self.device = plan, rank, device
+    def __init__(self, plan: Plan, rank: int, layout: RankLayout):
+        self.plan, self.rank = plan, rank
         self.names = [parameter.name for parameter in plan.parameters]
         self.stored: list[Stored] = [layout.stored[name] for name in self.names]
         self.shards: dict[Key, Shard] = {}
@@ -74,7 +71,7 @@ class RankBucket:
         incoming.sort(key=lambda entry: entry[1].source)
         self.keys: list[Key] = list(dict.fromkeys((number, move.shard) for number, move in (*outgoing, *kept)))
         self._sources = {key: source for source, key in enumerate(self.keys)}
-        self.sends, self.keeps, self.receives = (ChunkTable(rank_plan.device, bucket.dtype) for _ in range(3))
+        self.sends, self.keeps, self.receives = (ChunkTable() for _ in range(3))
         self.sent, self.received = [0] * rank_plan.plan.ranks, [0] * rank_plan.plan.ranks
         for number, move in kept:
             self.keeps.add(move.box, self._in_shard(number, move), self._in_stored(number, move))
@@ -162,12 +159,6 @@ class Peers:
             return
         self.group.allreduce([tensor]).wait()
 
-    def swap(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Send row i of (ranks, n) int64 to rank i. Returns the rows that all ranks have sent to this one."""
-        received = torch.empty_like(numbers)
-        self.group.alltoall_base(received, numbers, [], []).wait()
-        return received
-
     def gather(self, value: object) -> list[Any]:
         """The objects of all ranks, through host memory."""
         if self.size == 1:
@@ -181,73 +172,40 @@ class Peers:
         self.group.allgather([contents], [padded]).wait()
         return [pickle.loads(each[: int(size)].numpy().tobytes()) for each, size in zip(contents, sizes)]
 
-    def bandwidth(self) -> float:
-        """Bytes per second that a rank receives in an all-to-all: the best of three. Collective."""
-        if self.size == 1:
-            return 0.0
-        share = measured_bytes(self.device) // (self.size - 1)
-        sizes = [0 if rank == self.rank else share for rank in range(self.size)]
-        sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.device)
-        received = torch.empty_like(sent)
-        exchange = partial(self.start_exchange, received, sent, sizes, sizes)
-        return len(sent) / fastest(lambda: exchange().wait(), self.device, ready=partial(self.gather, None))
-
 
 class _Exchange:
-    """The buffers of one push, and checksums of what this rank sends to and receives from each other rank.
+    """The buffers of one push.
 
     Two buckets are in memory: while one is sent, the next one is packed and the one before is stored.
     """
 
     def __init__(self, peers: Peers, plan: RankPlan, stored: Sequence[torch.Tensor]):
         self.peers, self.plan = peers, plan
-        self._targets = TensorList(stored, peers.device)
+        self._targets = stored
         self._slots = [torch.empty(size, dtype=torch.uint8, device=peers.device) for size in plan.slot_bytes]
         self._works: dict[int, Any] = {}
-        #: (is received, rank, bucket) -> sums of what is sent to, or received from, a rank
-        self._sums: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def start(self, number: int, shards: Sequence[torch.Tensor]) -> None:
         """Start to send a bucket, and copy what this rank keeps."""
         bucket, (sent, received, buffer) = self.plan.buckets[number], self._buffer(number)
-        sources = readable_tensors(shards, self.peers.device, bucket.dtype)
+        sources = [shard.to(self.peers.device) for shard in shards]
         bucket.sends.copy(sources, buffer)
         if self.peers.size > 1:
             self._works[number] = self.peers.start_exchange(received, sent, bucket.received, bucket.sent)
-        self._add_sums(number, sent, bucket.sent, is_received=False)
         bucket.keeps.copy(sources, self._targets)
 
     def finish(self, number: int) -> None:
         """Wait for a bucket, and copy what has arrived to where it is stored."""
         if number not in self._works:
             return
-        bucket, (_, received, buffer) = self.plan.buckets[number], self._buffer(number)
         self._works.pop(number).wait()
-        self._add_sums(number, received, bucket.received, is_received=True)
-        bucket.receives.copy(buffer, self._targets)
+        self.plan.buckets[number].receives.copy(self._buffer(number)[2], self._targets)
 
-    def _buffer(self, number: int) -> tuple[torch.Tensor, torch.Tensor, TensorList]:
+    def _buffer(self, number: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """What a bucket sends, what it receives, and the buffer of both."""
         bucket, slot = self.plan.buckets[number], self._slots[number % 2]
         end = sum(bucket.sent)
-        return slot[:end], slot[end : bucket.bytes], TensorList([slot.view(bucket.dtype)], self.peers.device)
-
-    def _add_sums(self, number: int, content: torch.Tensor, sizes: Sequence[int], is_received: bool) -> None:
-        """content: (bytes,) uint8, sizes[i] of them to or from rank i."""
-        for rank, segment in enumerate(content.split(list(sizes))):
-            if len(segment):
-                self._sums[is_received, rank, number] = sums_of(segment)
-
-    def corrupted(self) -> list[str]:
-        """The buckets that have not arrived at this rank as they were sent. Collective."""
-        if self.peers.size == 1 or not self.plan.buckets:
-            return []
-        table = torch.zeros(2, self.peers.size, len(self.plan.buckets), dtype=torch.int64, device=self.peers.device)
-        if self._sums:
-            table[torch.tensor([*self._sums]).T.to(table.device).unbind()] = checksums([*self._sums.values()])
-        sent, received = table
-        differing = (self.peers.swap(sent) != received).nonzero().tolist()
-        return [f"bucket {number} from rank {rank} to rank {self.peers.rank}" for rank, number in differing]
+        return slot[:end], slot[end : bucket.bytes], [slot.view(bucket.dtype)]
 
 
 class ReshardSync(WeightSync):
@@ -258,25 +216,16 @@ class ReshardSync(WeightSync):
         device: of the weights.
         bucket_bytes: max bytes that a rank sends, keeps and receives in one bucket; two are in memory.
         group: the process group of the ranks; None: all.
-        grouping: which ranks generate together; None: not known.
         check_every: see `WeightSync`. A comparison gathers all parameters.
     """
 
     def __init__(
-        self,
-        rollout: ReceivesWeights,
-        device: torch.device,
-        bucket_bytes: int,
-        group: Any = None,
-        grouping: HybridGroups | None = None,
-        check_every: int = 1,
+        self, rollout: ReceivesWeights, device: torch.device, bucket_bytes: int, group: Any = None, check_every: int = 1
     ):
         super().__init__(check_every)
         self.rollout = rollout
-        self.grouping = grouping
         self.peers = Peers(group, device)
         self.bucket_bytes = bucket_bytes
-        self.bandwidth = 0.0
         self._plan: RankPlan | None = None
         self._planned: tuple[object, object] = (None, None)  # the layouts of the plan
 
@@ -289,8 +238,7 @@ class ReshardSync(WeightSync):
             stored = [slices[name] for name in plan.names]
             for name, tensor, layout in zip(plan.names, stored, plan.stored):
                 _check_stored(name, tensor, layout)
-            corrupted = self._transfer(plan, ShardReader(engine.shards(), plan), stored)
-            self._raise_on_all_ranks(f"weights of version {version} were corrupted in transit", corrupted)
+            self._transfer(plan, ShardReader(engine.shards(), plan), stored)
             if compares:
                 differing = self._differing(plan, engine, stored)
                 problem = f"weights of version {version} were not loaded: {{}} slices differ from the training shards"
@@ -299,7 +247,7 @@ class ReshardSync(WeightSync):
         received, kept = plan.plan.received[plan.rank], plan.plan.kept[plan.rank]
         if self.peers.size == 1:  # copied on the device, as by `replica`
             received, kept = kept, 0
-        return SyncReport(version, received, bandwidth=self.bandwidth, kept=kept)
+        return SyncReport(version, received, kept=kept)
 
     def _current_plan(self, engine: ShardSource, receiver: SlicedWeights) -> RankPlan:
         """The plan, which is computed again if a layout has been replaced. Collective."""
@@ -308,12 +256,12 @@ class ReshardSync(WeightSync):
             layout = RankLayout(tuple(shards), stored, engine.replicas)
             plan = make_plan(self.peers.gather(layout), self.bucket_bytes)
             if self.peers.rank == 0:
-                logger.info("weight sync: %s", _describe(plan, self.grouping))
-            self._plan, self._planned = RankPlan(plan, self.peers.rank, layout, self.peers.device), (shards, stored)
+                logger.info("weight sync: %s", _describe(plan))
+            self._plan, self._planned = RankPlan(plan, self.peers.rank, layout), (shards, stored)
         return self._plan
 
-    def _transfer(self, plan: RankPlan, shards: ShardReader, stored: Sequence[torch.Tensor]) -> list[str]:
-        """Send, receive and store all buckets. Returns those that have not arrived at this rank as they were sent."""
+    def _transfer(self, plan: RankPlan, shards: ShardReader, stored: Sequence[torch.Tensor]) -> None:
+        """Send, receive and store all buckets."""
         for tensor, layout in zip(stored, plan.stored):
             if not layout.chunks:
                 tensor.zero_()
@@ -324,7 +272,6 @@ class ReshardSync(WeightSync):
                 exchange.finish(number - 1)
         exchange.finish(count - 1)
         shards.finish()
-        return exchange.corrupted()
 
     def _differing(self, plan: RankPlan, engine: ShardSource, stored: Sequence[torch.Tensor]) -> list[str]:
         """Gather all parameters. Returns the slices of this rank whose bits differ from them. Collective."""
@@ -357,18 +304,10 @@ def _check_stored(name: str, tensor: torch.Tensor, layout: Stored) -> None:
         )
 
 
-def _describe(plan: Plan, grouping: HybridGroups | None) -> str:
-    """What a push sends, in comparison with the formulas of HybridFlow."""
+def _describe(plan: Plan) -> str:
+    """What a push sends."""
     worst, total = max(range(plan.ranks), key=lambda rank: plan.received[rank]), plan.model_bytes
-    summary = (
+    return (
         f"reshard of {total / 1e9:.3g} GB: a rank receives at most {plan.received[worst] / total:.1%} of the weights"
         f" ({plan.received[worst] / 1e9:.3g} GB) and has {plan.kept[worst] / total:.1%} already"
-    )
-    if grouping is None:
-        return summary
-    sizes = f"p={grouping.pp}, t={grouping.tp} -> t_g={grouping.generation_tp}"
-    vanilla = dataclasses.replace(grouping, strided=False).communication
-    return (
-        f"{summary}; of evenly divided layers with {sizes} (arXiv 2409.19256, table 2): "
-        f"{float(grouping.communication):.1%}, and {float(vanilla):.1%} if all weights are gathered"
     )

@@ -15,7 +15,6 @@ from verl.single_controller.worker import Worker
 from verl.weight_sync.base import AdapterConfig
 
 if TYPE_CHECKING:
-    from verl.weight_sync.reshard.plan import HybridGroups
     from verl.workers.rollout.role import Rollout
 
 #: timeout of a weight transfer in seconds if none is configured: the controller has its own timeout
@@ -90,10 +89,9 @@ def rollout_env(
         raise ValueError(
             f"rollout.tensor_model_parallel_size={size} does not divide the {worker.world_size} rollout ranks"
         )
-    grouping = None
+    stride = 1
     if training is not None and engine_traits(config.name).joins_training_groups:
-        grouping = _grouping(size, training, worker.world_size, worker.rank_env.local_world_size)
-    stride = 1 if grouping is None else grouping.stride
+        stride = _stride(size, training, worker.world_size, worker.rank_env.local_world_size)
     ranks = worker.rank, worker.world_size, worker.local_rank
     tp_rank = worker.rank // stride % size
     adapted = None
@@ -101,15 +99,14 @@ def rollout_env(
         from verl.rollout.adapters import AdaptedLayers
 
         adapted = AdaptedLayers.from_config(adapters)
-    return RolloutEnv(*ranks, device, pad_token_id, compute_dtype, tp_rank, size, stride, grouping, adapted)
+    return RolloutEnv(*ranks, device, pad_token_id, compute_dtype, tp_rank, size, stride, adapted)
 
 
-def _grouping(
-    size: int, training: schema.EngineConfig | schema.MegatronConfig, ranks: int, on_host: int
-) -> "HybridGroups | None":
-    """Which ranks of training form a tensor-parallel group of the rollout; None: consecutive ones.
+def _stride(size: int, training: schema.EngineConfig | schema.MegatronConfig, ranks: int, on_host: int) -> int:
+    """The distance of two ranks of a tensor-parallel group, so that the shard of a rank is inside of its slice.
 
-    The shards of FSDP count as tensor-parallel. A group does not leave the host.
+    These are the groups of HybridFlow (Sheng et al. 2024, arXiv 2409.19256, section 5). The shards of FSDP count as
+    tensor-parallel. A group does not leave the host. 1: consecutive ranks.
     """
     stages = 1
     if isinstance(training, schema.MegatronConfig):
@@ -118,8 +115,4 @@ def _grouping(
         shards = training.fsdp_size if training.fsdp_size != -1 else ranks
     if shards > on_host:
         stages, shards = 1, on_host
-    if shards % size or ranks % (stages * shards):
-        return None
-    from verl.weight_sync.reshard.plan import HybridGroups
-
-    return HybridGroups(stages, shards, ranks // (stages * shards), 1, size)
+    return 1 if shards % size or ranks % (stages * shards) else shards // size

@@ -101,7 +101,6 @@ class Rollout:
                 bucket_bytes=bucket_bytes(self.config),
                 has_shards=self.train_engine.shard_layout() is not None,
                 prefers_shards=self.train_engine.gathers_one_by_one,
-                grouping=self.env.grouping,
                 check_every=self.config.check_every,
             )
         if self.engine.receiver() is None and not self._uses_weights:

@@ -83,7 +83,6 @@ class RolloutWorker(RolloutMethods):
     def connect_to_actor(self, address: tuple[str, int], size: int) -> None:
         """Join the process group of the weight sync, concurrently with the actor's `connect_to_rollout`."""
         self._group = TransferGroup(address, 1 + self.rank, size, self.device, self.timeout or NO_TIMEOUT)
-        self._group.measure()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self, version: int) -> SyncReport:
