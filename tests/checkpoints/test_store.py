@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -139,6 +141,29 @@ def test_full_disk_is_found_out_where_the_error_says_nothing_of_it(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert names(tmp_path) == []
+
+
+def test_a_save_that_will_not_fit_is_announced_once(tmp_path, monkeypatch, caplog):
+    def set_free(size: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=size))
+
+    store = CheckpointStore(tmp_path / "run")
+    set_free(0)
+    store.warn_of_space()  # its size is not known yet
+    CheckpointStore(tmp_path / "run").warn_of_space(2 << 20)  # nor its disk
+    (tmp_path / "first").mkdir()
+    CheckpointStore(tmp_path / "first").warn_of_space(2 << 20)
+    assert "needs about 2.0 MiB" in caplog.messages[0]
+    caplog.clear()
+    with store.writing(1) as folder:
+        (folder / "model.bin").write_bytes(bytes(5 << 20))
+    for known in (store, CheckpointStore(tmp_path / "run")):  # a resumed run knows it from the start
+        for size, count in ((6 << 20, 0), (4 << 20, 1), (4 << 20, 1), (6 << 20, 1), (4 << 20, 2)):
+            set_free(size)
+            known.warn_of_space()
+            assert len(caplog.messages) == count
+        assert f"needs about 5.0 MiB, and {tmp_path / 'run'} has 4.0 MiB free" in caplog.messages[0]
+        caplog.clear()
 
 
 def flip_byte(path):

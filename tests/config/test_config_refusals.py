@@ -253,6 +253,19 @@ def test_combinations_of_sft(line):
     assert OF_SFT[line] in problem
 
 
+def test_one_process_is_not_sharded(caplog):
+    for overrides, count in ([f"{FSDP_SIZE}=8"], 1), ([FOUR, f"{FSDP_SIZE}=2"], 0), ([f"{FSDP_SIZE}=1"], 0):
+        caplog.clear()
+        load_config(overrides=overrides)
+        assert [f"{FSDP_SIZE}=8 has no effect with one process" in text for text in caplog.messages] == [True] * count
+
+
+@pytest.mark.parametrize("value", ["{a:1,b:2}", "{X: a:1,b:2}", "{X: {a:1}}"])
+def test_a_missing_space_after_a_colon_is_named(value):
+    (problem,) = problems(f"reward.reward_kwargs={value}")
+    assert "is null: write a space after the colon" in problem
+
+
 def test_combinations_that_are_valid():
     for size in (SHARDED, TENSOR_PARALLEL):
         load_config(overrides=[*TWO_RANKS.split(), f"{ACTOR}ppo_mini_batch_size=3", f"{size}=2"])

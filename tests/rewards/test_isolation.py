@@ -146,7 +146,7 @@ def test_calls_that_share_a_message_have_their_own_limits_and_failures(tmp_path,
     assert log.read_text().split() == names
     kept = [name for name in names if name not in ("exit", "segfault", "hang")]
     assert capsys.readouterr().out.splitlines() == [f"output of {name}" for name in kept]
-    assert messages[0] == 1 and len(messages) < 100 and sum(messages) > 400
+    assert len(messages) < 100 and sum(messages) > 400
 
 
 def test_slow_calls_are_spread_over_the_workers(pool):

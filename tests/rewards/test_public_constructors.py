@@ -1,6 +1,9 @@
 """Reward managers and the default score function under their public paths, as users' code constructs and calls them."""
 
+import logging
+
 import pytest
+import torch
 from verl.utils.reward_score import default_compute_score
 
 from tests.rewards.test_reward_managers import make_batch, tokenizer  # noqa: F401 (a fixture)
@@ -80,3 +83,47 @@ def test_the_public_constructors(tokenizer):  # noqa: F811
         return [len(solution_strs)] * len(solution_strs)
 
     assert BatchRewardManager(tokenizer, 0, score_all)(BATCH).sum(1).tolist() == [3.0, 3.0, 3.0]
+
+
+HIDES = """
+import torch
+
+
+class Hides:
+    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source"):
+        self.tokenizer, self.compute_score = tokenizer, compute_score
+
+    def __call__(self, data, return_dict=False):
+        scores = []
+        for i in range(len(data)):
+            item = data[i].non_tensor_batch
+            text = self.tokenizer.decode(data[i].batch["responses"], skip_special_tokens=True)
+            try:
+                scores.append(float({read}))
+            except Exception:
+                scores.append(0.0)
+        return torch.tensor(scores)
+"""
+CALL = 'self.compute_score(item["data_source"], text, item["reward_model"]["ground_truth"])'
+
+
+@pytest.mark.parametrize(("read", "scores"), [(CALL + '["score"]', [0.0, 0.0, 0.0]), (CALL, [1.0, 0.0, 1.0])])
+def test_an_error_that_a_manager_hides_is_one_warning(tokenizer, tmp_path, caplog, read, scores):  # noqa: F811
+    (tmp_path / "managers.py").write_text(HIDES.format(read=read))
+    manager = load_reward_manager(tokenizer, manager="Hides", manager_path=str(tmp_path / "managers.py"))
+    with caplog.at_level(logging.WARNING):
+        assert manager(BATCH).sum(1).tolist() == scores
+        assert torch.equal(manager(BATCH), manager(BATCH))
+    messages = [record.message for record in caplog.records if "except clause" in record.message]
+    assert len(messages) == (scores == [0.0] * 3)
+    assert all(
+        "Hides.__call__ gave every sample of a batch the reward 0" in m and "scores from 0 to 1" in m for m in messages
+    )
+
+
+def test_equal_scores_alone_are_no_warning(tokenizer, tmp_path, caplog):  # noqa: F811
+    (tmp_path / "managers.py").write_text(HIDES.format(read=CALL))
+    manager = load_reward_manager(tokenizer, manager="Hides", manager_path=str(tmp_path / "managers.py"))
+    with caplog.at_level(logging.WARNING):
+        assert manager(make_batch(["a", "b"], ["D", "D"], sources=["cais/mmlu"] * 2)).sum() == 0
+    assert not caplog.records

@@ -237,7 +237,7 @@ def test_too_long_prompts_other_models_and_images_are_refused(client):
         client.chat.completions.create(**CHAT, temperature=1e-300)
     with pytest.raises(openai.BadRequestError, match="token ids from 0"):
         client.completions.create(model="tiny", prompt=[10**9])
-    with pytest.raises(openai.BadRequestError, match="logprobs=0 returns"):
+    with pytest.raises(openai.BadRequestError, match="logprobs=0 and logprobs=1 return"):
         client.completions.create(model="tiny", prompt="a", logprobs=5)
 
 

@@ -50,10 +50,13 @@ def test_a_run_resumes_when_there_is_space_again(how, settings, tmp_path, capsys
     assert all((tensor == whole[name]).all() for name, tensor in load_file(run / weights).items())
 
 
-def test_responses_that_find_no_space(settings, tmp_path, capsys, monkeypatch):
+def test_responses_that_find_no_space_do_not_end_the_run(settings, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(RunRecord, "_write", lambda record: None)  # run.json is larger
+    folders = [f"trainer.{name}_data_dir={tmp_path / name}" for name in ("rollout", "validation")]
+    command = [*settings, *folders, "trainer.test_freq=1", "trainer.total_training_steps=3", "trainer.logger=[console]"]
     with files_up_to(100):
-        assert main([*settings, f"trainer.rollout_data_dir={tmp_path / 'answers'}", "trainer.logger=[console]"]) == 1
-    error = f"error: no space left for 1.jsonl in {tmp_path / 'answers'} (File too large"
-    assert capsys.readouterr().err.startswith(error)
-    assert list((tmp_path / "answers").iterdir()) == []
+        assert main(command) == 0
+    messages = [message for message in caplog.messages if "training continues" in message]
+    assert f"no space left for 1.jsonl in {tmp_path / 'rollout'} (File too large" in messages[0]
+    assert [message[-14:] for message in messages] == ["(1 such files)", "(2 such files)", "(4 such files)"]
+    assert list((tmp_path / "rollout").iterdir()) == list((tmp_path / "validation").iterdir()) == []

@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from verl.single_controller.worker import free_port
 from verl.trainer import sft_trainer
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.startup.torchrun import Torchrun, launcher_settings
+from verl.trainer.startup.torchrun import Torchrun, launcher_settings, run_under_launcher
 
 MPI = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
-TORCHRUN = MPI | {"LOCAL_WORLD_SIZE": "2"}
+RUN_ID = {"TORCHELASTIC_RUN_ID": "none"}
+TORCHRUN = MPI | RUN_ID | {"LOCAL_WORLD_SIZE": "2"}
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def announce(monkeypatch):
     """Set the environment of one rank."""
 
     def set_variables(**env: str) -> None:
-        for name, value in (MPI | {"RANK": "0", "LOCAL_RANK": "0"} | env).items():
+        for name, value in (MPI | RUN_ID | {"RANK": "0", "LOCAL_RANK": "0"} | env).items():
             monkeypatch.setenv(name, value)
 
     return set_variables
@@ -49,8 +50,8 @@ def command(tiny, tmp_path) -> list[str]:
 
 def test_the_group_is_read_from_the_variables_of_torchrun():
     assert Torchrun.from_env(TORCHRUN) == Torchrun(1, 4, 2)
-    assert Torchrun.from_env(MPI) == Torchrun(1, 4, 4)
-    for name in MPI:  # a scheduler that sets only some of them starts one process
+    assert Torchrun.from_env(MPI | RUN_ID) == Torchrun(1, 4, 4)
+    for name in (*MPI, *RUN_ID):  # a scheduler that sets only some of them starts one process
         assert Torchrun.from_env({key: value for key, value in TORCHRUN.items() if key != name}) is None
 
 
@@ -73,6 +74,13 @@ def test_rank_0_runs_the_command_and_the_others_end(outcome, announce):
         assert Torchrun(0, 3, 3).run(command) == outcome
     assert ran == [({"trainer.n_gpus_per_node": 3}, False)]
     assert launcher_settings() == {}
+
+
+def test_variables_that_another_launcher_has_left_are_ignored(monkeypatch, capsys):
+    for name, value in MPI.items():  # as rank 1 of torchrun, the command would end at once
+        monkeypatch.setenv(name, value)
+    assert run_under_launcher(lambda: 5 if not launcher_settings() and not os.environ.keys() & MPI.keys() else 0) == 5
+    assert "LOCAL_RANK, MASTER_ADDR, MASTER_PORT are set, but not by torchrun" in capsys.readouterr().err
 
 
 def test_another_number_of_ranks_is_refused_with_both(command, announce, capsys):

@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-from verl.config import dump_config, load_config
+from tests.programs import run_python
+from verl.config import dump_config, load_config, to_flat_dict
 from verl.config.errors import ConfigError
 from verl.tracking.run_record import RunRecord
 from verl.trainer.main_ppo import main
+from verl.trainer.state.identity import Identity
 from verl.utils import redaction
 from verl.utils.redaction import (
     is_secret_name,
@@ -20,6 +23,7 @@ from verl.utils.redaction import (
     redact,
     redact_text,
     redact_urls,
+    redacted,
     remember_arguments,
 )
 
@@ -146,3 +150,80 @@ def test_the_record_of_a_run(tmp_path, monkeypatch):
         raise RuntimeError("an error with hunter-77")
     assert json.loads((tmp_path / "run.json").read_text())["error"] == "RuntimeError: an error with <not saved>"
     assert json.loads((tmp_path / "warnings.jsonl").read_text())["message"] == "a warning with <not saved>"
+
+
+# ---- values that settings read from the environment -----------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+CLEAR = "S3CR3T-v4lue"
+EXPRESSION = "${oc.env:MY_SETTING}"
+FREE = "reward.custom_reward_function.reward_kwargs"
+
+
+@pytest.fixture
+def setting(monkeypatch):
+    monkeypatch.setattr(redaction, "_expressions", {})
+    monkeypatch.delenv("VERL_INTERPOLATED_VARIABLES", raising=False)
+    monkeypatch.setenv("MY_SETTING", CLEAR)
+    monkeypatch.setenv("SHORT", "s3cr3t")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"trainer.project_name={EXPRESSION}",
+        f"trainer.project_name=a-{EXPRESSION}-b",
+        f"+{FREE}.base='{EXPRESSION}'",
+        f"+{FREE}.api_key='{EXPRESSION}'",
+        f"+{FREE}.url='https://host/{EXPRESSION}/x'",
+        f"{FREE}={{deep: {{list: ['{EXPRESSION}', x]}}}}",
+        "trainer.project_name=${oc.env:SHORT}",
+        f"+{FREE}.pin='${{oc.env:SHORT}}'",
+        "trainer.project_name=${oc.env:${oc.env:NAME_OF_IT}}",
+        f"trainer.worker_env.X='{EXPRESSION}'",
+    ],
+)
+def test_a_value_of_the_environment_is_saved_as_its_expression(setting, monkeypatch, override):
+    monkeypatch.setenv("NAME_OF_IT", "MY_SETTING")
+    config = load_config(None, [override])
+    text = dump_config(config, redact=True)
+    assert CLEAR not in text and "s3cr3t" not in text and "oc.env" in text
+    assert load_config(yaml.safe_load(text)) == config
+    if "SHORT" not in override:  # it would also be found in other words
+        assert redact_text(f"failed with {CLEAR}") == f"failed with {EXPRESSION}"
+
+
+def test_a_process_that_is_started_later_knows_the_values(setting):
+    load_config(None, [f"trainer.project_name={EXPRESSION}"])
+    code = f"from verl.utils.redaction import redact_text; print(redact_text('it is {CLEAR}'))"
+    assert run_python("-c", code, cwd=ROOT).stdout.strip() == f"it is {EXPRESSION}"
+
+
+def test_folders_and_numbers_of_the_environment_are_saved_as_they_are(setting, monkeypatch, tmp_path):
+    monkeypatch.setenv("FOLDER", str(tmp_path / "new"))
+    monkeypatch.setenv("STEPS", "12345678")
+    overrides = ["trainer.default_local_dir=${oc.env:FOLDER}/x", "trainer.total_training_steps=${oc.env:STEPS}"]
+    text = dump_config(load_config(None, overrides), redact=True)
+    assert str(tmp_path / "new" / "x") in text and "12345678" in text
+
+
+def test_a_changed_value_is_another_experiment(setting, monkeypatch, tmp_path):
+    def identity(*overrides: str) -> tuple[Identity, dict]:
+        config = load_config(None, overrides)
+        return Identity(config, tmp_path), redacted(to_flat_dict(config))
+
+    overrides = [f"+{FREE}.base='{EXPRESSION}'", f"+{FREE}.api_key='{EXPRESSION}'"]
+    first, saved_config = identity(*overrides)
+    saved = first.state()
+    assert CLEAR not in json.dumps([saved, saved_config])
+    identity(*overrides)[0].check(saved, saved_config, tmp_path)
+    identity(f"+{FREE}.base={CLEAR}", overrides[1])[0].check(saved, saved_config, tmp_path)  # the same value
+    monkeypatch.setenv("MY_SETTING", "an0ther-value")
+    with pytest.raises(ValueError, match=f"{FREE}: .*has another value") as caught:
+        identity(*overrides)[0].check(saved, saved_config, tmp_path)
+    assert "an0ther" not in str(caught.value)
+    saved = {**saved, "variables": {}}
+    monkeypatch.setenv("MY_SETTING", CLEAR)
+    key_only, config_of_key = identity(overrides[1])
+    monkeypatch.setenv("MY_SETTING", "an0ther-value")  # a key of a service may change
+    identity(overrides[1])[0].check(key_only.state(), config_of_key, tmp_path)

@@ -3,16 +3,21 @@
 import os
 import socket
 import sys
+import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
+from starlette.applications import Starlette
 
 from tests.programs import run_python
+from verl.server.http import ServerThread
 from verl.single_controller.worker import free_port
-from verl.utils.rendezvous import interface_to, is_loopback, tcp_store
+from verl.utils.rendezvous import bypass_proxies, interface_to, is_loopback, tcp_store
 
 ROOT = Path(__file__).parents[2]
 JOIN = """
@@ -73,3 +78,30 @@ def test_the_interface_is_that_of_the_route_to_the_host():
         if a.family == socket.AF_INET and not is_loopback(a.address)
     }
     assert all(interface_to(address) == name for address, name in addresses.items())
+
+
+def test_a_free_port_is_kept_until_a_server_listens_there():
+    ports = [free_port() for _ in range(200)]
+    assert len(set(ports)) == 200
+    for port in ports[:3]:
+        with pytest.raises(OSError, match="in use"), socket.socket() as other:
+            other.bind(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(("127.0.0.1", port)):
+            assert server.accept()
+
+
+@pytest.mark.parametrize(
+    "before", [{}, {"NO_PROXY": "a.example, 127.0.0.1"}, {"no_proxy": "a.example"}, {"NO_PROXY": "*"}]
+)
+def test_servers_on_this_host_are_reached_without_a_proxy(before, monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HTTP_PROXY": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9", **before}.items():
+        monkeypatch.setenv(name, value)
+    bypass_proxies()
+    assert urllib.request.proxy_bypass("127.0.0.1") and urllib.request.proxy_bypass("localhost")
+    assert urllib.request.proxy_bypass("a.example") == bool(before)
+    with ServerThread(Starlette()) as server:
+        assert httpx.get(f"{server.url}/none").status_code == 404
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://localhost:{server.port}/none")

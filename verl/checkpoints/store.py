@@ -138,6 +138,8 @@ class CheckpointStore:
         """
         self.root = Path(root)
         self.keep = _check_keep("keep", keep)
+        self._size: int | None = None  # bytes of the newest checkpoint
+        self._warned_of_space = False
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
@@ -156,6 +158,7 @@ class CheckpointStore:
             folder.mkdir()
             yield folder
             _seal(folder, serial)
+            self._size = folder_size(folder)
             self._publish(folder, step)
         except BaseException as error:
             if (failure := self._failure(step, folder, error)) is not None:
@@ -163,6 +166,20 @@ class CheckpointStore:
             raise
         if self.keep is not None:
             self.prune(self.keep)
+
+    def warn_of_space(self, weights: int = 0) -> None:
+        """Warn, once until it fits again, that the next checkpoint, as large as the newest one, will not fit.
+        weights: the bytes that the first one has at least."""
+        if self._size is None:
+            self._size = folder_size(newest) if (newest := self.newest()) else weights
+        free = shutil.disk_usage(self.root).free if self._size and self.root.is_dir() else self._size
+        if self._size > free and not self._warned_of_space:
+            logger.warning(
+                "the next checkpoint will not fit: it needs about %s, and %s has %s free. Free some space before "
+                "the next save; an old checkpoint is deleted after a new one is written",
+                *(format_bytes(self._size), self.root, format_bytes(free)),
+            )
+        self._warned_of_space = self._size > free
 
     def _failure(self, step: int, folder: Path, error: BaseException) -> DiskError | None:
         """Remove the incomplete `folder`. Return the error of the disk that is the cause, or None with a note."""
@@ -175,11 +192,12 @@ class CheckpointStore:
         if reason is not None:
             size = 0 if newest is None else folder_size(newest)
             needed = format_bytes(size) if newest and size >= written else f"more than {format_bytes(written)}"
+            needed = f", which needs {needed}," if max(size, written) >= 1024 else ""
             fix = (
                 "Free some space (trainer.max_*ckpt_to_keep limits the number of checkpoints; an old one is deleted "
                 "after a new one is written), or move the folder to a larger disk and set trainer.default_local_dir"
             )
-            return disk_full(f"{name}, which needs {needed},", self.root, reason, self._advice(fix, newest))
+            return disk_full(f"{name}{needed}", self.root, reason, self._advice(fix, newest))
         if refused is not None:
             fix = "Make the folder writable, or copy it to another disk and set trainer.default_local_dir"
             return DiskError(f"{name} cannot be written to {self.root}: {refused}. {self._advice(fix, newest)}")

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -52,6 +52,7 @@ def serve(
     chat_template: Annotated[str | None, typer.Option(help="File with a Jinja chat template.")] = None,
     tool_parser: Annotated[str, typer.Option(help="Parser of tool calls: hermes, qwen, llama.")] = "hermes",
     imports: Annotated[list[str] | None, typer.Option(help="File or module to import first; repeatable.")] = None,
+    cors_origin: Annotated[list[str] | None, typer.Option(help="Web origin that may call; repeatable.")] = None,
     shutdown_seconds: Annotated[int, typer.Option(min=0, help="Seconds for running calls when stopped.")] = 30,
 ) -> None:
     """Serve MODEL over HTTP with OpenAI's API until SIGINT or SIGTERM."""
@@ -62,7 +63,7 @@ def serve(
         "gpu_memory_utilization": gpu_memory_utilization,
         "tensor_model_parallel_size": tensor_parallel_size,
     }
-    lengths, limits = (max_model_len, max_tokens), (max_body_mb * 2**20, shutdown_seconds)
+    lengths, options = (max_model_len, max_tokens), {"max_body": max_body_mb * 2**20, "cors_origins": cors_origin or ()}
     model_settings = {"path": model, "trust_remote_code": trust_remote_code, "template": chat_template}
     with ExitStack() as stack:
         with _one_error():
@@ -81,8 +82,7 @@ def serve(
             made, served = stack.enter_context(load(settings, model_settings, device, lengths, name, imports or ()))
         length = f"up to {served.max_model_len} tokens per sequence"
         print(f"serving {console_text(name)} with the engine {engine}, {length}")
-        _run(made, replace(served, tool_parser=tool_parser), sock, api_key, limits)
-    print("stopped", flush=True)
+        _run(made, replace(served, tool_parser=tool_parser), sock, api_key, shutdown_seconds, **options)
 
 
 @contextmanager
@@ -120,9 +120,9 @@ def _engine_kwargs(engine: str, text: str) -> dict:
 
 
 def _run(
-    engine: "RolloutEngine", served: "ServedModel", sock: "socket", api_key: str | None, limits: tuple[int, int]
+    engine: "RolloutEngine", served: "ServedModel", sock: "socket", api_key: str | None, seconds: int, **options: Any
 ) -> None:
-    """Serve until a signal. limits: bytes of the largest body, and seconds for running calls."""
+    """Serve until a signal. seconds: for running calls; options: of `make_app`."""
     from verl.server.app import make_app
     from verl.server.http import serve_until_signal
     from verl.server.service import EngineLoop
@@ -133,9 +133,10 @@ def _run(
     print(f"  OPENAI_BASE_URL=http://{host}:{port}/v1")
     print(f"  OPENAI_API_KEY={'(as given)' if api_key else key}", flush=True)
     try:
-        serve_until_signal(make_app(served, key, generator=generator, max_body=limits[0]), sock, limits[1])
+        serve_until_signal(make_app(served, key, generator=generator, **options), sock, seconds)
     finally:
         generator.close()
+    print("stopped", flush=True)
 
 
 @contextmanager

@@ -274,8 +274,8 @@ CHECKS: dict[type[Schema], tuple[Check, ...]] = {
 """Schema -> its checks, in the order in which they run."""
 
 NOTES: dict[type[Schema], tuple[Callable[..., Iterable[str]], ...]] = {
-    Config: (algorithm.algorithm_notes, rollout.rollout_notes, megatron.megatron_notes),
-    SFTConfig: (megatron.megatron_notes,),
+    Config: (algorithm.algorithm_notes, rollout.rollout_notes, megatron.megatron_notes, batch.shard_notes),
+    SFTConfig: (megatron.megatron_notes, batch.shard_notes),
 }
 """Schema -> functions that return warnings about settings that are valid but may be surprising."""
 

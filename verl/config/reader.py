@@ -1,18 +1,22 @@
 """Layers of settings -> one value per field: aliases, unknown keys, unsupported keys of public verl, interpolations."""
 
+import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from verl.config.errors import Problem, format_value, nearest_key
 from verl.config.fields import ConfigField, Schema, fields_of, flatten, sections_of, unflatten
 from verl.config.public.aliases import NULL_IS_DEFAULT
 from verl.config.public.upstream import UpstreamKey, ignored_key, upstream_key
 from verl.config.sources import REMOVED, Layer, Setting, has_interpolation
+from verl.utils.redaction import remember_expression, remember_variable
 
 Named = list[tuple[str, Setting]]
 """(key, setting) pairs in which a key may occur twice, under two of its names."""
@@ -31,6 +35,18 @@ _FREE_SETTINGS = {
     _REWARD: f"{_REWARD}.reward_kwargs",
 }
 """Section -> the field for the additional settings of a custom estimator, loss, dataset or reward."""
+
+
+def _read_variable(name: str, *default: Any) -> Any:
+    """`${oc.env:NAME}` of OmegaConf, which remembers that a setting has read the variable."""
+    if name in os.environ:
+        remember_variable(name)
+    return oc.env(name, *default)
+
+
+with warnings.catch_warnings():  # OmegaConf 2.4 renames this function to one that 2.3 has with another meaning
+    warnings.simplefilter("ignore")
+    OmegaConf.register_new_resolver("oc.env", _read_variable, replace=True)
 
 
 class Reader:
@@ -240,9 +256,9 @@ class Reader:
                 message = f"{setting.value} cannot be resolved: {reason}"
                 self.problems.append(Problem(setting.key, message, setting.location))
                 return None
-            return setting.with_value(
-                OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            )
+            value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            remember_expression(self.schema.aliases.resolve(setting.key), value, setting.value)
+            return setting.with_value(value)
 
         return resolve
 

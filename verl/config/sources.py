@@ -71,13 +71,16 @@ def _read(text: str) -> Any:
 
 
 def _check_size(value: Any) -> None:
-    """Raise YAMLError for more than _MOST_VALUES values: aliases of aliases multiply, and their expansion is slow."""
+    """Raise YAMLError for more than _MOST_VALUES values: aliases of aliases multiply, and their expansion is slow; and
+    for {a:1}, a key without a value."""
     count, left = 0, [value]
     while left:
         item = left.pop()
         count += 1
         if count > _MOST_VALUES:
             raise yaml.YAMLError(f"an anchor contains itself, or there are more than {_MOST_VALUES:,} values")
+        if isinstance(item, dict) and (keys := [key for key in item if item[key] is None and ":" in str(key)]):
+            raise yaml.YAMLError(f"the key {keys[0]!r} is null: write a space after the colon, or quote the value")
         if isinstance(item, dict | list):
             left.extend(item.values() if isinstance(item, dict) else item)
 

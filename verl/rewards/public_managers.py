@@ -43,6 +43,8 @@ from verl.rewards.sandbox.pool import Limits, Outcome, ProcessPool, describe_err
 
 logger = logging.getLogger(__name__)
 
+_COMPARED = 16  # samples
+
 
 class ColumnsRewardManager(RewardManager):
     """Calls a function of the whole batch, or a manager of public verl, and checks what it returns.
@@ -59,8 +61,10 @@ class ColumnsRewardManager(RewardManager):
     def __init__(self, *args: Any, scores_with: ScoreFunction | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._call = self.compute_score
+        self._comparisons = 0
         if scores_with is not None:
             self.compute_score = scores_with
+            self._comparisons = 3 if scores_with.form == "sample" else 0
         for name, default in (("on_error", "raise"), ("retries", 0)):
             if (value := getattr(self, name)) != default:
                 logger.warning("reward.%s=%s has no effect: %s scores whole batches", name, value, self._call.location)
@@ -73,10 +77,33 @@ class ColumnsRewardManager(RewardManager):
                 raise self._error(f"returned a dict without 'reward_tensor': it has {', '.join(map(repr, returned))}")
             returned, extra = returned["reward_tensor"], returned.get("reward_extra_info") or {}
         rewards = self._rewards(data, returned)
+        if self._comparisons and len(data) > 1 and rewards.sum(1).unique().numel() == 1:
+            self._compare(data[:_COMPARED], rewards[0].sum().item())
         if not return_dict:
             return rewards
         values = {name: self._values(name, extra[name], len(data)) for name in extra}
         return {**reward_result(data, rewards, [], 0), "reward_extra_info": values}
+
+    def _compare(self, data: DataProto, reward: float) -> None:
+        """Warn if a manager that gave all samples of a batch one reward hides what its reward function says."""
+        self._comparisons -= 1
+        direct = managers.NaiveRewardManager(
+            self.tokenizer,
+            self.compute_score,
+            reward_fn_key=self.reward_fn_key,
+            timeout=self.timeout,
+            on_error="count",
+            isolation=self.isolation.mode,
+        )(data, return_dict=True)
+        scores, failed = direct["reward_tensor"].sum(1), direct["metrics"]["reward/failed_rows"]
+        if failed or scores.unique().numel() > 1:
+            self._comparisons = 0
+            raised = f"raises for {failed:g} of {len(data)} of them" if failed else "does not"
+            logger.warning(
+                "reward manager %s gave every sample of a batch the reward %g, and its reward function %s %s (scores "
+                "from %g to %g): an except clause of the manager may hide an error",
+                *(self._call.name, reward, self.compute_score.location, raised, scores.min(), scores.max()),
+            )
 
     def _call_function(self, data: DataProto) -> Any:
         """Call the function with a copy of the batch, which it may change. Returns its result."""

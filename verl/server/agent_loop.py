@@ -20,6 +20,7 @@ from verl.server.http import ServerThread
 from verl.server.protocol import ApiError
 from verl.server.service import ServedModel
 from verl.utils.coroutines import GENERATION_CLOCK, wait_within
+from verl.utils.rendezvous import bypass_proxies
 
 logger = logging.getLogger("verl.server")
 
@@ -40,6 +41,7 @@ class ServerAgentLoop:
                 "rollout.mode=server needs a chat template, which the tokenizer does not have: use the tokenizer of an "
                 "instruction-tuned model, or set actor_rollout_ref.model.custom_chat_template"
             )
+        bypass_proxies()  # of the agent's client, for scripts that build a trainer themselves
         self.config, self.settings = config, config.server
         self.agent = load_agent(self.settings.agent)
         self.api_key = secrets.token_urlsafe(24)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -39,7 +40,7 @@ async def full_body(running: Running) -> dict[str, Any]:
         if call.is_chat:
             entry["message"] = {"refusal": None, **choice.message}
         else:
-            entry["text"] = choice.content
+            entry["text"] = running.echo(choice.index) + choice.content
         ids = choice.completion.token_ids
         entry["logprobs"] = _log_probs(running, ids, choice.completion.log_probs, 0) if call.logprobs else None
         entries.append(entry | _own_fields(running, choice, ids))
@@ -55,6 +56,10 @@ async def chunks(running: Running) -> AsyncIterator[dict[str, Any]]:
     if call.is_chat:
         for index in range(len(running.requests)):
             first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            yield {**head, "choices": [first], **usage}
+    elif call.echo:
+        for index in range(len(running.requests)):
+            first = {"index": index, "text": running.echo(index), "logprobs": None, "finish_reason": None}
             yield {**head, "choices": [first], **usage}
     choices: list[Choice] = []
     characters = [0] * len(running.requests)
@@ -147,6 +152,7 @@ def make_app(
     generator: Generator | None = None,
     find_episode: FindEpisode | None = None,
     max_body: int = MAX_BODY,
+    cors_origins: Sequence[str] = (),
 ) -> Starlette:
     """The application.
 
@@ -156,6 +162,7 @@ def make_app(
         generator: the engine of the routes /v1/...; None: there are no such routes.
         find_episode: adds the routes /episodes/{id}/v1/..., whose calls join one trajectory per episode.
         max_body: bytes of the largest request body.
+        cors_origins: origins of web pages that may use the server ("*": all); none by default.
     """
     routes = _Routes(model, generator, max_body, find_episode)
     chat = partial(routes.respond, is_chat=True)
@@ -163,16 +170,20 @@ def make_app(
     if generator is not None:
         paths += [
             Route("/v1/models", routes.models),
+            Route("/v1/models/{name:path}", routes.model_info),
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", partial(routes.respond, is_chat=False), methods=["POST"]),
         ]
     if find_episode is not None:
         paths += [
             Route("/episodes/{episode}/v1/models", routes.models),
+            Route("/episodes/{episode}/v1/models/{name:path}", routes.model_info),
             Route("/episodes/{episode}/v1/chat/completions", chat, methods=["POST"]),
         ]
     app = Starlette(routes=paths, exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error})
     app.add_middleware(_Authentication, api_key=api_key)
+    if cors_origins:  # outermost: browsers send no token with the request that asks for permission
+        app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
 
@@ -185,7 +196,14 @@ class _Routes:
         return JSONResponse({"status": "ok"})
 
     async def models(self, request: Request) -> Response:
-        entry = {
+        return JSONResponse({"object": "list", "data": [self._entry()]})
+
+    async def model_info(self, request: Request) -> Response:
+        self.model.check_name(request.path_params["name"])
+        return JSONResponse(self._entry())
+
+    def _entry(self) -> dict[str, Any]:
+        return {
             "id": self.model.name,
             "object": "model",
             "created": 0,
@@ -193,7 +211,6 @@ class _Routes:
             "max_model_len": self.model.max_model_len,
             "weight_version": None if self.generator is None else self.generator.weight_version,
         }
-        return JSONResponse({"object": "list", "data": [entry]})
 
     async def respond(self, request: Request, is_chat: bool) -> Response:
         try:
@@ -311,18 +328,30 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 class _Authentication:
-    """Rejects requests without the token, except for /health."""
+    """Rejects requests without the token, except for /health, and those that a proxy could read in another way."""
 
     def __init__(self, app: ASGIApp, api_key: str):
-        self.app, self.expected = app, f"Bearer {api_key}".encode()
+        self.app, self.api_key = app, api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health":
-            token = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(token, self.expected):
-                problem = "a wrong token" if token else "none"
-                message = f'expected the header "Authorization: Bearer TOKEN" with the server\'s token, found {problem}'
-                response = await _on_api_error(Request(scope), ApiError(401, message, code="invalid_api_key"))
-                await response(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
+        error = self._problem(scope) if scope["type"] == "http" else None
+        if error is None:
+            await self.app(scope, receive, send)
+        else:
+            response = await _on_api_error(Request(scope), error)
+            response.headers["connection"] = "close"
+            await response(scope, receive, send)
+
+    def _problem(self, scope: Scope) -> ApiError | None:
+        names = [name for name, _ in scope["headers"]]
+        if b"transfer-encoding" in names and b"content-length" in names:
+            return ApiError(400, "expected Content-Length or Transfer-Encoding, found both", code="invalid_headers")
+        tokens = [value for name, value in scope["headers"] if name == b"authorization"]
+        if scope["path"] == "/health":
+            return None
+        scheme, _, token = (tokens[0] if len(tokens) == 1 else b"").partition(b" ")
+        if scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self.api_key):
+            return None
+        problem = ("none", "a wrong token")[len(tokens)] if len(tokens) < 2 else f"{len(tokens)} such headers"
+        message = f'expected the header "Authorization: Bearer TOKEN" with the server\'s token, found {problem}'
+        return ApiError(401, message, code="invalid_api_key")

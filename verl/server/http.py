@@ -2,23 +2,84 @@
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 logger = logging.getLogger("verl.server")
 
 #: seconds to finish running calls when the server is stopped
 SHUTDOWN_SECONDS = 30
+#: seconds to receive the head of the first request of a connection, that of a further one, and its body
+HEAD_SECONDS, KEEP_ALIVE_SECONDS, BODY_SECONDS = 20, 75, 120
+#: connections that may wait to be accepted, and those that are accepted at once: few, so that new ones can replace
+#: others before there are too many open files
+_QUEUE, _ACCEPTED_AT_ONCE = 2048, 16
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed if it does not send a whole request in time.
+
+    When all connections are in use, a new one replaces the one that has waited for its request for the longest time.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._expect_request(HEAD_SECONDS)
+        if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+            waiting = [other for other in self.connections if other.conn.their_state in (h11.IDLE, h11.SEND_BODY)]
+            oldest = min(waiting, key=lambda other: other.since)
+            self.connections.discard(oldest)  # it is lost later, and must not be chosen again
+            oldest.transport.abort()
+
+    def _expect_request(self, head_seconds: float) -> None:
+        self.since = self.loop.time()
+        self._deadlines = [
+            self.loop.call_later(head_seconds, self._close_in, h11.IDLE),
+            self.loop.call_later(head_seconds + BODY_SECONDS, self._close_in, h11.SEND_BODY),
+        ]
+
+    def _close_in(self, state: type) -> None:
+        """Close the connection if the client still is in this state."""
+        if self.conn.their_state is state:
+            self.transport.abort()
+
+    def on_response_complete(self) -> None:
+        self._forget_deadlines()
+        self._expect_request(KEEP_ALIVE_SECONDS)
+        super().on_response_complete()
+
+    def _forget_deadlines(self) -> None:
+        for deadline in self._deadlines:
+            deadline.cancel()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._forget_deadlines()
+        super().connection_lost(error)
+
+    def shutdown(self) -> None:
+        """Finish the running call; a request that is not complete is not waited for."""
+        if self.conn.their_state is h11.SEND_BODY:
+            self.transport.close()
+        else:
+            super().shutdown()
 
 
 class _Server(uvicorn.Server):
     """uvicorn's server without its signal handlers."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for sock in sockets or ():  # the backlog of uvicorn is also the number of connections accepted at once
+            sock.listen(_QUEUE)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -32,7 +93,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-        sock.listen(2048)
+        sock.listen(_QUEUE)
     except OSError as error:
         sock.close()
         raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}: choose another --host or --port") from None
@@ -42,10 +103,13 @@ def listen(host: str, port: int) -> socket.socket:
 def _server(app: ASGIApp, shutdown_seconds: int) -> _Server:
     config = uvicorn.Config(
         app,
+        http=_Connection,
+        ws="none",
+        backlog=_ACCEPTED_AT_ONCE,
         log_config=None,
         access_log=False,
         lifespan="off",
-        timeout_keep_alive=75,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=shutdown_seconds,
         server_header=False,
     )

@@ -5,6 +5,7 @@ it.
 """
 
 import json
+import logging
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,12 +27,18 @@ from pydantic import (
 
 from verl.agents.tools.schemas import check_tool
 
+logger = logging.getLogger("verl.server")
+
 #: choices per prompt, and prompts per call
 MAX_CHOICES = 128
 
-#: parameters that do not change the result
+#: parameters that concern accounts, caches or speed, and do not change the result
 _IGNORED = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-_IGNORED |= {"service_tier"}
+_IGNORED |= {"service_tier", "prediction", "priority", "cache_salt", "request_id"}
+#: the same in messages and in parts of their content
+_IGNORED_IN_MESSAGES = {"cache_control", "prompt_cache_breakpoint", "annotations"}
+#: names of `_IGNORED` that a note was logged for
+_noted: set[str] = set()
 #: parameters that are accepted only with a value that disables them; null always does
 _OFF: dict[str, list[Any]] = {
     "frequency_penalty": [0],
@@ -40,9 +47,8 @@ _OFF: dict[str, list[Any]] = {
     "logit_bias": [{}],
     "response_format": [{"type": "text"}],
     "best_of": [1],
-    "echo": [False],
     "suffix": [""],
-    "parallel_tool_calls": [True],
+    "verbosity": ["medium"],
     "top_logprobs": [0],
     "modalities": [["text"]],
     "use_beam_search": [False],
@@ -82,9 +88,15 @@ _Count = Annotated[int, Field(strict=True, ge=1)]
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "ignore_eos")
 
 
+def _read_stop(stop: Any) -> Any:
+    """A list; "" is no stop string."""
+    return stop if not isinstance(stop, str) else [stop] if stop else []
+
+
 class _StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
     include_usage: StrictBool = False
+    include_obfuscation: StrictBool = False  # without effect: chunks are not padded
 
 
 class Call(BaseModel):
@@ -112,7 +124,7 @@ class Call(BaseModel):
     min_p: Annotated[_Number, Field(ge=0, le=1)] | None = None
     ignore_eos: StrictBool | None = None
     seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[_Text], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = []
+    stop: Annotated[list[_Text], BeforeValidator(_read_stop)] = []
     stop_token_ids: list[Annotated[int, Field(strict=True, ge=0)]] = []
     stream: StrictBool = False
     stream_options: _StreamOptions = _StreamOptions()
@@ -162,12 +174,15 @@ class ChatCall(Call):
     """A call of /chat/completions. Message contents are text; `arguments` of tool calls are parsed."""
 
     is_chat = True
+    echo: ClassVar[bool] = False
 
     messages: Annotated[list[_Message], Field(min_length=1), AfterValidator(_read_messages)]
     max_completion_tokens: _Count | None = None
     logprobs: StrictBool = False
     tools: list[Annotated[dict[str, Any], AfterValidator(check_tool)]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: StrictBool = True
+    reasoning_effort: StrictStr | None = None
     template_kwargs: dict[str, Any] = Field({}, alias="chat_template_kwargs")
 
     @model_validator(mode="after")
@@ -182,26 +197,36 @@ class ChatCall(Call):
                 param="chat_template_kwargs",
                 code="invalid_value",
             )
+        if self.reasoning_effort is not None:  # templates with levels of reasoning read it
+            self.template_kwargs = {"reasoning_effort": self.reasoning_effort} | self.template_kwargs
         self.max_tokens = self.max_completion_tokens or self.max_tokens
         self.tools = None if self.tool_choice == "none" else self.tools or None
         return self
 
 
 def _check_logprobs(logprobs: int) -> bool:
-    if logprobs:
+    if logprobs > 1:
         raise unsupported(
             "logprobs",
             f"logprobs={logprobs} is not supported: the engine gives the log-prob of the sampled token, which "
-            "logprobs=0 returns",
+            "logprobs=0 and logprobs=1 return",
         )
     return True
 
 
 class CompletionCall(Call):
-    """A call of /completions. prompts: texts or token ids."""
+    """A call of /completions.
+
+    Attributes:
+        prompts: texts or token ids.
+        echo: the text starts with the prompt.
+        logprobs: 0 or 1 (which clients send for "the sampled token"): `top_logprobs` is null.
+    """
 
     is_chat = False
     tools: ClassVar[None] = None
+
+    echo: StrictBool = False
 
     prompt: _Text | list[_Text] | list[StrictInt] | list[list[StrictInt]]
     logprobs: Annotated[int, Field(strict=True, ge=0), AfterValidator(_check_logprobs)] = False
@@ -213,6 +238,8 @@ class CompletionCall(Call):
 
     @model_validator(mode="after")
     def _check(self) -> "CompletionCall":
+        if self.echo and self.logprobs:
+            raise unsupported("echo", "echo=true with logprobs is not supported: the engine scores no prompts")
         if not self.prompts or not all(self.prompts):
             raise ApiError(400, "prompt: expected at least one token, found an empty prompt", param="prompt")
         if (count := len(self.prompts)) > MAX_CHOICES:
@@ -236,6 +263,9 @@ def _without_switched_off(body: Mapping[str, Any], schema: type[Call]) -> dict[s
     supported, names = {}, {field.alias or name for name, field in schema.model_fields.items()}
     for name, value in body.items():
         if value is None or name in _IGNORED:
+            if value is not None and name not in _noted:
+                _noted.add(name)
+                logger.info("the parameter %r of a call has no effect here", name)
             continue
         if name in names:
             supported[name] = value
@@ -270,12 +300,13 @@ def _message(message: _Message, location: str) -> dict[str, Any]:
             problem = ""
             if part.type not in ("text", "refusal"):
                 problem = f"expected parts with text, found one of type {part.type!r}: the server reads no images"
-            elif part.text is None or part.model_extra:
+            elif part.text is None or (part.model_extra or {}).keys() - _IGNORED_IN_MESSAGES:
                 problem = f"expected a part with type and text, found {', '.join(sorted(part.model_dump()))}"
             if problem:
                 raise ApiError(400, f"{location}.content: {problem}", param="messages")
         content = "".join(part.text for part in content)
     extra = {name: value for name, value in (message.model_extra or {}).items() if value not in (None, [])}
+    extra = {name: value for name, value in extra.items() if name not in _IGNORED_IN_MESSAGES}
     result: dict[str, Any] = {"role": message.role, "content": content or "", **extra}
     if message.tool_calls:
         result["tool_calls"] = [_tool_call(call) for call in message.tool_calls]

@@ -147,6 +147,12 @@ class ServedModel:
     tool_parser: str = "hermes"
     sampling_keys: frozenset[str] | None = None
 
+    def check_name(self, name: str) -> None:
+        """Raises ApiError for the name of another model."""
+        if name != self.name:
+            problem = f"no model {name!r}: this server has {self.name!r}"
+            raise ApiError(404, problem, param="model", code="model_not_found")
+
     def encode_chat(self, call: Call) -> list[int]:
         """Token ids of the messages with the generation prompt. Raises ApiError."""
         if self.tokenizer.chat_template is None:
@@ -263,9 +269,7 @@ class SingleCall:
         self.model, self.generator = model, generator
 
     def requests(self, call: Call) -> list[Request]:
-        if call.model != self.model.name:
-            problem = f"no model {call.model!r}: this server has {self.model.name!r}"
-            raise ApiError(404, problem, param="model", code="model_not_found")
+        self.model.check_name(call.model)
         requests = []
         for prompt in self.model.encode_prompts(call):
             params = self.model.sampling(call, len(prompt))
@@ -294,6 +298,13 @@ class Running:
     def start(cls, call: Call, conversation: Conversation, model: ServedModel) -> "Running":
         """Check a call and make its requests. Raises ApiError."""
         return cls(call, conversation.requests(call), conversation, model)
+
+    def echo(self, index: int) -> str:
+        """The prompt as the text of a choice starts with it; empty without `echo`."""
+        if not self.call.echo:
+            return ""
+        prompt = self.call.prompts[index // self.call.n]
+        return prompt if isinstance(prompt, str) else self.model.tokenizer.decode(prompt, skip_special_tokens=True)
 
     async def choices(self) -> list[Choice]:
         """Generate all choices."""
@@ -361,9 +372,8 @@ class Running:
         text = text_of(self.model.tokenizer, self._visible(request, completion), self._strings(request))
         content, calls = text, []
         if self.call.tools:
-            content, calls = await split_tool_calls(
-                self.model, text, request.prompt_ids, completion.token_ids, self.call.tools
-            )
+            split = split_tool_calls(self.model, self.call, text, request.prompt_ids, completion.token_ids)
+            content, calls = await split
         current = self.conversation.generator.weight_version
         version = min((version for _, version in completion.weight_versions), default=current)
         return Choice(index, request, completion, content, calls, version)
@@ -380,7 +390,7 @@ class Running:
 
 
 async def split_tool_calls(
-    model: ServedModel, text: str, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[dict[str, Any]]
+    model: ServedModel, call: Call, text: str, prompt_ids: Sequence[int], token_ids: Sequence[int]
 ) -> tuple[str, list[dict[str, Any]]]:
     """Split a response into its content and its tool calls, with arguments of the types of the tools' schemas.
 
@@ -388,11 +398,12 @@ async def split_tool_calls(
     """
     parser = TOOL_PARSERS[model.tool_parser](model.tokenizer)
     content, parsed = await extract_calls(parser, model.tokenizer, prompt_ids, token_ids)
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in call.tools}
     calls = []
-    for call in parsed:
+    for written in parsed:
         with suppress(ValueError):  # text that is not a call of the tool
-            arguments = read_arguments(call.read_arguments(), schemas.get(call.name, {}))
-            function = {"name": call.name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+            arguments = read_arguments(written.read_arguments(), schemas.get(written.name, {}))
+            function = {"name": written.name, "arguments": json.dumps(arguments, ensure_ascii=False)}
             calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+    calls = calls if call.parallel_tool_calls else calls[:1]
     return (content.strip() if calls else text), calls

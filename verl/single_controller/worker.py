@@ -120,7 +120,16 @@ class WorkerSpec:
         return worker
 
 
+_reserved: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A free port of this host, which the system gives to no other program while this process runs.
+
+    The port stays bound but does not listen, so that a server with SO_REUSEADDR, as those of torch, can listen there.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("0.0.0.0", 0))
+    _reserved.append(reserved)
+    return reserved.getsockname()[1]

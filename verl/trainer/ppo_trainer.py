@@ -128,7 +128,7 @@ class PPOTrainer(Trainer):
         if val_reward_fn is not None:
             self.val_reward_manager = given_rewards(run.config, inputs.tokenizer, val_reward_fn)
         self.vocab_size = inputs.limits.vocab_size
-        self._warned_of_equal_scores = False
+        self._warned_of_equal_scores, self._unwritten_files = False, 0
         #: input, output, score, ... of every response of the last validation
         self.validation_texts: list[dict[str, Any]] = []
         super().__init__(run, prompt_source(run.config.data, inputs))
@@ -260,10 +260,9 @@ class PPOTrainer(Trainer):
     # ---- metrics ----------------------------------------------------------------------------------------------------
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
-        folder = self.config.trainer.rollout_data_dir
-        if folder:
+        if folder := self.config.trainer.rollout_data_dir:
             samples = [{**sample, "step": self.global_step} for sample in generations(batch, self.tokenizer)]
-            write_lines(self.run.working_dir / folder / f"{self.global_step}.jsonl", samples)
+            self._write_samples(folder, samples)
         metrics, reported = data_metrics(batch), batch.meta_info["metrics"]
         metrics |= {name: reported[name] for name in metrics.keys() & reported.keys()}  # of every sample of the step
         mismatch = reported.get("rollout/logprob_gap_max", 0.0)
@@ -284,6 +283,18 @@ class PPOTrainer(Trainer):
                 f"all scores are {most:g}" if least == most else f"scores are from {least:g} to {most:g}",
             )
         return metrics
+
+    def _write_samples(self, folder: str, samples: Rows) -> None:
+        """Write the samples of the step. Training goes on without a file that cannot be written."""
+        path = self.run.working_dir / folder / f"{self.global_step}.jsonl"
+        try:
+            write_lines(path, samples)
+        except OSError as error:
+            self._unwritten_files += 1
+            if self._unwritten_files.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
+                logger.warning(
+                    "%s is not written, training continues: %s (%d such files)", path, error, self._unwritten_files
+                )
 
     def draw_samples(self, batch: DataProto, count: int) -> Rows:
         rows = choose_rows(len(batch), count, self.config.trainer.seed + self.global_step)
@@ -352,8 +363,7 @@ class PPOTrainer(Trainer):
             scored.append(batch.drop([name for name in MEDIA_COLUMNS if name in batch]))  # decoded images are large
         variables = numeric_columns(scored)
         sources, uids = (joined(scored, name) for name in ("data_source", "uid"))
-        folder = self.config.trainer.validation_data_dir
-        if folder:
-            write_lines(self.run.working_dir / folder / f"{self.global_step}.jsonl", texts)
+        if folder := self.config.trainer.validation_data_dir:
+            self._write_samples(folder, texts)
         self.validation_texts = texts
         return validation_metrics(sources, uids, variables, predictions(scored))

@@ -1,9 +1,11 @@
 """Removes secrets and control characters from logs and files.
 
 Secrets are found by the names of settings and environment variables, and in URLs. Their values are replaced wherever
-the library writes or prints: configurations, logs, errors, records of runs.
+the library writes or prints: configurations, logs, errors, records of runs. A value that a setting reads from the
+environment is replaced by its expression, `${oc.env:NAME}`, so that a saved configuration can be loaded again.
 """
 
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -43,9 +45,16 @@ _IN_QUERY = re.compile(r"(?<=[?&])([\w\-]+)=([^&\s'\"#]+)")
 #: shorter values would also be found in other words
 _SHORTEST = 8
 
+#: environment variable with the names of the variables that settings have read; child processes inherit it
+_INTERPOLATED = "VERL_INTERPOLATED_VARIABLES"
+
 _known: set[str] = set()
-#: the environment and the size of `_known` when they were read last, and their secrets, longest first
-_read: tuple[dict[Any, Any] | None, int, tuple[str, ...]] = (None, 0, ())
+#: (key, value) of settings that are read from the environment -> as they were written
+_expressions: dict[tuple[str, str], str] = {}
+Replacements = tuple[re.Pattern[str], dict[str, str]]
+_NOTHING: Replacements = (re.compile(r"(?!)"), {})
+#: the environment and the size of `_known` when they were read last; all secrets, and those that settings have read
+_read: tuple[dict[Any, Any] | None, int, Replacements, Replacements] = (None, 0, _NOTHING, _NOTHING)
 
 
 def is_secret_name(name: object) -> bool:
@@ -62,23 +71,47 @@ def is_secret_name(name: object) -> bool:
     return False
 
 
-def redact(value: Any, name: object = "") -> Any:
+def redact(value: Any, name: object = "", variables: bool = True) -> Any:
     """A setting without secrets: values by their names, variables of environments, and credentials in URLs.
 
     Secrets by name are texts in mappings; the fields of the schema itself have none.
+
+    Args:
+        name: the dotted key of the setting.
+        variables: also replace what is read from the environment.
     """
     if isinstance(value, Mapping):
-        if str(name).rpartition(".")[2] in _ENVIRONMENTS:
-            return dict.fromkeys(value, REDACTED)
-        return {k: REDACTED if isinstance(v, str) and is_secret_name(k) else redact(v, k) for k, v in value.items()}
+        in_environment = str(name).rpartition(".")[2] in _ENVIRONMENTS
+        result = {}
+        for key, item in value.items():
+            below = f"{name}.{key}"
+            if in_environment or (isinstance(item, str) and is_secret_name(key)):
+                result[key] = _expressions.get((below, str(item)), REDACTED)
+            else:
+                result[key] = redact(item, below, variables)
+        return result
     if isinstance(value, list | tuple):
-        return type(value)(redact(item, name) for item in value)
-    return redact_urls(value) if isinstance(value, str) else value
+        return type(value)(redact(item, name, variables) for item in value)
+    if not isinstance(value, str):
+        return value
+    if variables and (str(name), value) in _expressions:
+        return _expressions[str(name), value]
+    return redact_urls(_replaced(value, _secrets()[1] if variables else _NOTHING))
 
 
 def redacted(flat: Mapping[str, Any]) -> dict[str, Any]:
     """The fields without secrets, for trackers, checkpoints and comparing two runs."""
     return {key: redact(value, key) for key, value in flat.items()}
+
+
+def digests(flat: Mapping[str, Any]) -> dict[str, str]:
+    """Key -> digest of the value, of settings that are read from the environment: to notice that it has changed."""
+    plain = {key: redact(value, key, variables=False) for key, value in flat.items()}
+    return {key: digest(value) for key, value in plain.items() if value != redact(flat[key], key)}
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode(errors="replace")).hexdigest()[:16]
 
 
 def not_saved(flat: Mapping[str, Any]) -> list[str]:
@@ -120,6 +153,24 @@ def remember_secrets(values: Mapping[str, Any], include_all: bool = False) -> No
     _known.update(value for value in secrets if len(value) >= _SHORTEST and value != REDACTED)
 
 
+def remember_variable(name: str) -> None:
+    """Replace the value of an environment variable, which a setting has read."""
+    names = dict.fromkeys([*os.environ.get(_INTERPOLATED, "").split(), name])
+    os.environ[_INTERPOLATED] = " ".join(names)
+
+
+def remember_expression(key: str, value: Any, expression: Any) -> None:
+    """Save a setting as it was written, if it is read from the environment."""
+    if isinstance(expression, str) and "${oc.env:" in expression and isinstance(value, str) and not _is_path(value):
+        _expressions[key, value] = expression
+
+
+def _is_path(value: str) -> bool:
+    """Whether a value names a place in the file system, which is part of other paths."""
+    absolute = value.startswith("/") and os.path.isdir("/" + value.split("/")[1])
+    return absolute or os.path.exists(os.path.expanduser(value))
+
+
 def remember_arguments(arguments: Iterable[str]) -> None:
     """`remember_secrets` of `key=value` on a command line."""
     for argument in arguments:
@@ -139,23 +190,32 @@ def remember_settings(flat: Mapping[str, Any]) -> None:
 
 def redact_text(text: str) -> str:
     """A text for a log, an error or a file of a run: without secrets of the environment and of the settings."""
-    for value in _secrets():
-        text = text.replace(value, REDACTED)
-    return redact_urls(text)
+    return redact_urls(_replaced(text, _secrets()[0]))
 
 
-def _secrets() -> tuple[str, ...]:
-    """The values to replace, longest first; the environment is read again only if it has changed."""
+def _replaced(text: str, replacements: Replacements) -> str:
+    pattern, values = replacements
+    return pattern.sub(lambda match: values[match[0]], text)
+
+
+def _replacements(values: dict[str, str]) -> Replacements:
+    longest_first = sorted(values, key=len, reverse=True)
+    return (re.compile("|".join(map(re.escape, longest_first))), values) if values else _NOTHING
+
+
+def _secrets() -> tuple[Replacements, Replacements]:
+    """All values to replace, and those that settings have read. The environment is read again if it has changed."""
     global _read
     environment = getattr(os.environ, "_data", os.environ)  # the dict of bytes: comparing it takes a microsecond
-    before, size, secrets = _read
-    if environment != before or size != len(_known):
-        before, size = dict(environment), len(_known)
-        variables = ((os.fsdecode(name), os.fsdecode(value)) for name, value in before.items())
-        values = _known | {value for name, value in variables if len(value) >= _SHORTEST and is_secret_name(name)}
-        secrets = tuple(sorted(values, key=len, reverse=True))
-        _read = before, size, secrets
-    return secrets
+    if environment != _read[0] or len(_known) != _read[1]:
+        before = dict(environment)
+        variables = {os.fsdecode(name): os.fsdecode(value) for name, value in before.items()}
+        long = {name: value for name, value in variables.items() if len(value) >= _SHORTEST}
+        values = dict.fromkeys([*_known, *(value for name, value in long.items() if is_secret_name(name))], REDACTED)
+        names = variables.get(_INTERPOLATED, "").split()
+        read = {long[name]: f"${{oc.env:{name}}}" for name in names if name in long and not _is_path(long[name])}
+        _read = before, len(_known), _replacements(values | read), _replacements(read)
+    return _read[2:]
 
 
 def printable(text: str) -> str:

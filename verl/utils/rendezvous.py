@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 
 #: variables that choose the network interface of Gloo and NCCL
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def bypass_proxies() -> None:
+    """Add the loopback addresses to NO_PROXY: servers of this host are not reached through a proxy."""
+    for name in ("no_proxy", "NO_PROXY"):  # libraries read one of the two
+        hosts = os.environ.get(name) or os.environ.get(name.swapcase()) or ""
+        if hosts.strip() != "*":
+            listed = [host.strip() for host in hosts.split(",") if host.strip()]
+            os.environ[name] = ",".join(dict.fromkeys([*listed, *_LOOPBACK]))
 
 
 def tcp_store(

@@ -99,6 +99,13 @@ def _check_shard_groups(section: str, engine: EngineConfig | MegatronConfig, ran
         yield Problem(f"{section}.fsdp_size", message)
 
 
+def shard_notes(config: Config | SFTConfig) -> Iterator[str]:
+    """One process is not sharded."""
+    role, processes = model_roles(config)[0], config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if processes == 1 and not isinstance(role.engine, MegatronConfig) and role.engine.fsdp_size > 1:
+        yield f"{role.engine_key}.fsdp_size={role.engine.fsdp_size} has no effect with one process"
+
+
 def check_rollout_ranks(config: Config) -> Iterator[Problem]:
     """The tensor-parallel size divides the number of rollout ranks, if known."""
     trainer, placement = config.trainer, config.placement

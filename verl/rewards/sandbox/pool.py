@@ -43,8 +43,7 @@ from verl.processes.streams import print_printable
 logger = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 0.5  # between checks of the memory and the exit of a worker
-_MESSAGE_SECONDS = 0.05  # of work that a worker receives in one message
-_MESSAGE_BYTES = 1 << 22  # of arguments in one message
+_MESSAGE_CALLS = 64  # that a worker receives in one message
 STOPPED_SECONDS = 10.0  # after which a worker that is stopped (SIGSTOP) is killed
 
 
@@ -152,9 +151,7 @@ class _Worker(HelperProcess):
 
     Attributes:
         positions: Positions of the calls without an outcome; the first one is running.
-        calls: Number of calls of the message.
         deadline: When the current phase of the running call is over time.
-        seconds: Elapsed time from the start of the first call to the last outcome.
     """
 
     def __init__(self, shares_cores: bool) -> None:
@@ -162,7 +159,6 @@ class _Worker(HelperProcess):
         super().__init__("verl.rewards.sandbox.worker", **({"OMP_NUM_THREADS": "1"} if shares_cores else {}))
         self.positions: deque[int] = deque()
         self.deadline = math.inf
-        self.seconds = 0.0
         self._checked = time.monotonic()  # when its exit and memory were checked last
         self._number = 0  # of the running call
         self._stopped = 0.0  # seconds for which the process was stopped, by the checks
@@ -176,10 +172,10 @@ class _Worker(HelperProcess):
             jobs: (addresses, pickled arguments) of each call.
             limits: Limits of each call.
         """
-        self.positions, self.calls, self._limits = deque(positions), len(positions), limits
+        self.positions, self._limits = deque(positions), limits
         self._number += 1
         self._message = pickle.dumps((self._number, limits, jobs))
-        self._is_called, self.seconds = False, 0.0
+        self._is_called = False
         self._start_clock()
         if self._ready:
             self.send(self._message)
@@ -194,7 +190,7 @@ class _Worker(HelperProcess):
             failure = "shares its worker process with another call, which replied in its place"
             raise _ProcessOver(Outcome(failure=f"{failure}: does a function fork this process?"))
         if kind == "called":
-            self._is_called, self._begun = True, time.monotonic()
+            self._is_called = True
             self._start_clock()
             return None
         self._number += 1
@@ -205,12 +201,8 @@ class _Worker(HelperProcess):
         return value_outcome(*content) if kind == "value" else _error_outcome(self._limits, *content)
 
     def _start_clock(self) -> None:
-        now = time.monotonic()
-        if not self._is_called:
-            self.deadline = now + START_SECONDS
-        else:
-            self.seconds = now - self._begun
-            self.deadline = math.inf if self._limits.wall_seconds is None else now + self._limits.wall_seconds
+        seconds = self._limits.wall_seconds if self._is_called else START_SECONDS
+        self.deadline = math.inf if seconds is None else time.monotonic() + seconds
 
     def check(self) -> None:
         """Raise _ProcessOver if the running call is over a limit, or if the process has ended or is stopped."""
@@ -330,8 +322,6 @@ class _Run:
     def __init__(self, pool: ProcessPool, calls: Sequence[Call], limits: Limits):
         self._pool, self._calls, self._limits = pool, calls, limits
         self._pending = deque(range(len(calls)))
-        self._shares = 1 if pool.size == 1 else 2 * pool.size  # of the calls, in one message each
-        self._finished, self._seconds = 0, 0.0  # calls, and the time that they took
         self._busy: dict[Channel, _Worker] = {}
 
     def outcomes(self) -> Iterator[tuple[int, Outcome]]:
@@ -348,12 +338,10 @@ class _Run:
 
     def _start(self, worker: _Worker) -> Iterator[tuple[int, Outcome]]:
         """Start the next pending calls on a worker; yield those that cannot be sent."""
-        positions, jobs, size = [], [], 0
-        # As many as a worker runs in `_MESSAGE_SECONDS`; the first message has one call. The rest is shared between the
-        # workers in several messages each, so that a slow call delays few others.
-        in_time = _MESSAGE_SECONDS * self._finished / max(self._seconds, 1e-9)
-        count = max(1, int(min(in_time, 8 * self._finished, len(self._pending) / self._shares)))
-        while self._pending and len(jobs) < count and size < _MESSAGE_BYTES:
+        positions, jobs = [], []
+        # half of the worker's share of the rest, so that a slow call delays few others
+        count = max(1, min(_MESSAGE_CALLS, len(self._pending) // (2 * self._pool.size)))
+        while self._pending and len(jobs) < count:
             position = self._pending.popleft()
             call = self._calls[position]
             try:
@@ -364,7 +352,6 @@ class _Run:
                 continue
             positions.append(position)
             jobs.append(((*call.imports, call.address), keywords))
-            size += len(keywords)
         if jobs:
             worker.start_calls(positions, jobs, self._limits)
         else:
@@ -389,8 +376,6 @@ class _Run:
                     continue
                 position = worker.positions.popleft()
                 if not worker.positions:  # released before the yield: the caller may stop iterating
-                    self._finished += worker.calls
-                    self._seconds += worker.seconds
                     self._release(worker)
                 yield position, outcome
         except EOFError:

@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -67,6 +68,7 @@ def prepare_runtime_env(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 REPLACEMENT_SECONDS = 60.0  # for another node to replace a lost one, before a restart uses fewer
 _LOOK_SECONDS = 1.0
+_PROBE_SECONDS = 5.0  # for a host to accept a connection
 _LOCAL_TIMEOUT = 3.0  # seconds: a local Ray has its resources immediately or never
 _LOCAL_ADVICE = (
     "No cluster was found to join, so Ray was started on this host for this run only: start Ray on every node first "
@@ -121,6 +123,7 @@ class RayCluster:
                 "that it would have no effect: pass it to your own ray.init, or remove it here"
             )
         _ = self.ray_init
+        self._check_address()
 
     def start(self, pools: Pools, specs: Mapping[str, WorkerSpec]) -> dict[str, WorkerGroup]:
         self._connect()
@@ -169,9 +172,25 @@ class RayCluster:
                 return sizes
             time.sleep(_LOOK_SECONDS)
 
+    def _check_address(self) -> str:
+        """The address of the cluster to join. Raises ValueError if nothing listens there, for which Ray waits long."""
+        setting = "ray_kwargs.ray_init.address" if self.settings.get("address") else "RAY_ADDRESS"
+        address = self.settings.get("address") or os.environ.get("RAY_ADDRESS") or "auto"
+        host, _, port = address.rpartition("://")[2].rpartition(":")
+        if port.isdecimal() and host and not ray.is_initialized():
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
+            except OSError as error:
+                raise ValueError(
+                    f"{setting}={address}: no Ray cluster listens there ({error}): set the address of a cluster that "
+                    f"runs (`ray status --address {address}`), start one (`ray start --head`), or remove {setting}: "
+                    "Ray is then started for this run only"
+                ) from None
+        return address
+
     def _join_or_start(self) -> Mapping[str, Any]:
         """Join a cluster if there is one, otherwise start one that listens on the loopback interface only."""
-        address = self.settings.get("address") or os.environ.get("RAY_ADDRESS") or "auto"
+        address = self._check_address()
         if address != "local":
             try:
                 return ray.init(**{**self.ray_init, "address": address}).address_info

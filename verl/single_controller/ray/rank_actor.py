@@ -15,6 +15,7 @@ from verl.single_controller.remote_batch import Columns, Packed, load_call, pack
 from verl.single_controller.worker import RankEnv, Worker, WorkerSpec, free_port
 from verl.single_controller.worker_group import WorkerError
 from verl.utils.log import setup_worker_logging
+from verl.utils.rendezvous import bypass_proxies
 
 Reply = tuple[bool, tuple[Packed, ray.ObjectRef | None] | WorkerError | None, float, float]
 """(True, (packed result, its `Columns`), time, duration in seconds) or (False, error, time, duration)."""
@@ -66,6 +67,7 @@ class RankActor:
                 this node and Ray was not given a working directory.
         """
         os.environ.update(env)
+        bypass_proxies()
         if "working_dir" not in ray.get_runtime_context().runtime_env and os.path.isdir(folder):
             os.chdir(folder)
         self._rank = rank_env.rank

@@ -66,6 +66,10 @@ def check_model_limits(run: Run) -> None:
     else:
         prompt = inputs.collate([dataset[0]]).non_tensor_batch["prompt_ids"][0]
         largest, longest = max(prompt), len(prompt)
+        lengths = config.data.max_prompt_length, config.data.max_response_length
+        if limits.positions is not None and sum(lengths) > limits.positions:
+            text = "prompts of %d and responses of %d tokens exceed the model's %d positions (max_position_embeddings)"
+            logger.warning(text, *lengths, limits.positions)
     limits.check_vocabulary(inputs.tokenizer, largest)
     if "critic" in roles_of(config):
         check_reads_tokens_of(limits.path, inputs.tokenizer, config.critic.model, "critic", largest)

@@ -23,7 +23,7 @@ from verl.trainer.guards.interruption import Stopped
 from verl.trainer.output.divergence import DivergenceWatch
 from verl.trainer.view import RunView, StepReport
 from verl.utils import log
-from verl.utils.redaction import redacted
+from verl.utils.redaction import redact_text, redacted
 
 logger = logging.getLogger("verl.trainer")
 
@@ -168,6 +168,11 @@ def record_folder(folder: Path, val_only: bool) -> Path:
     return folder if is_validation else folder / VAL_ONLY
 
 
+def _tracker_name(name: str) -> str:
+    """The name of a run in a service, where a value of the environment is the name of its variable."""
+    return redact_text(name).replace("${oc.env:", "").replace("}", "")
+
+
 class RunLog:
     """The log of a run. The tracker `console` adds a panel and a summary.
 
@@ -190,8 +195,8 @@ class RunLog:
         self._folder = record_folder(view.folder, trainer.val_only)
         self._flat, defaults = redacted(to_flat_dict(view.config)), to_flat_dict(type(view.config)())
         about = {
-            "project": trainer.project_name,
-            "experiment": trainer.experiment_name,
+            "project": redact_text(trainer.project_name),
+            "experiment": redact_text(trainer.experiment_name),
             "total_steps": view.total_steps,
             "config": self._flat,
             "changed": {key: {"value": self._flat[key], "default": defaults[key]} for key in differences(view.config)},
@@ -223,8 +228,7 @@ class RunLog:
             with self._progress or nullcontext():
                 self._tracking = Tracking(
                     settings.logger,
-                    settings.project_name,
-                    settings.experiment_name,
+                    *map(_tracker_name, (settings.project_name, settings.experiment_name)),
                     config=self._flat,
                     default_local_dir=self._folder,
                     resume_step=recorded,

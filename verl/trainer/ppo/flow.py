@@ -10,6 +10,7 @@ The operators are in `operators`; edits of this flow in `dynamic_sampling` and `
 further ones.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,8 @@ from verl.trainer.view import RunView
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.weights import RolloutWeights
+
+logger = logging.getLogger("verl.trainer")
 
 #: columns that generation reads
 PROMPTS = ("prompt_ids", "uid")
@@ -143,6 +146,9 @@ def _old_log_prob_operator(config: schema.Config, roles: Roles, required: Sequen
     """Recomputes the log-probs of the sampled tokens, and what the estimator (`required`) or router replay needs."""
     replay = config.actor_rollout_ref.actor.router_replay.mode
     extra = ("sum_pi_squared",) if "sum_pi_squared" in required else ()
+    if config.actor_rollout_ref.actor.calculate_sum_pi_squared and not extra:
+        estimator = config.algorithm.adv_estimator
+        logger.warning("actor.calculate_sum_pi_squared has no effect: %s does not read sum_pi_squared", estimator)
     extra += ROUTED_EXPERTS if replay == "R2" else ()
     replayed = ROUTED_EXPERTS if replay == "R3" else ()
     reads = (*SEQUENCES, "response_mask", "rollout_log_probs", *replayed)

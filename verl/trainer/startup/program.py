@@ -18,6 +18,7 @@ from verl.trainer.startup.command_line import (
 )
 from verl.trainer.startup.torchrun import run_under_launcher
 from verl.utils.redaction import remember_arguments
+from verl.utils.rendezvous import bypass_proxies
 
 if TYPE_CHECKING:
     from verl.trainer.checks.preflight import Recipe, Run
@@ -78,6 +79,7 @@ class Program:
         """
         arguments = sys.argv[1:] if arguments is None else arguments
         remember_arguments(arguments)
+        bypass_proxies()
         if sys.excepthook is sys.__excepthook__:
             sys.excepthook = print_traceback
         return run_under_launcher(lambda: self._main(arguments, program or self.module))

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from verl.config.fields import Schema
 
+#: set by torchrun only; schedulers and earlier jobs of a shell leave the others
+_RUN_ID = "TORCHELASTIC_RUN_ID"
 _REQUIRED_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OPTIONAL_VARIABLES = (
     *("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -35,7 +37,7 @@ class Torchrun:
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "Torchrun | None":
         """Read the variables of torchrun; None if a required one is missing."""
-        if any(name not in env for name in _REQUIRED_VARIABLES):
+        if any(name not in env for name in (_RUN_ID, *_REQUIRED_VARIABLES)):
             return None
         return cls(
             rank=int(env["RANK"]),
@@ -60,8 +62,7 @@ class Torchrun:
         """Run the command with the number of torchrun ranks. Child processes do not get the variables of torchrun."""
         for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
             del os.environ[name]
-        for name in (*_REQUIRED_VARIABLES, *_OPTIONAL_VARIABLES):
-            os.environ.pop(name, None)
+        _remove_variables()
         token = _ranks.set(self.world_size)
         try:
             return command()
@@ -72,7 +73,19 @@ class Torchrun:
 def run_under_launcher(command: Callable[[], int]) -> int:
     """Run a command: on rank 0 only if torchrun started this process. Returns its exit status."""
     group = Torchrun.from_env(os.environ)
+    if group is None and all(name in os.environ for name in _REQUIRED_VARIABLES):
+        print(
+            f"{', '.join(_REQUIRED_VARIABLES)} are set, but not by torchrun ({_RUN_ID} is not set): they are "
+            "ignored, and this process runs the whole command",
+            file=sys.stderr,
+        )
+        _remove_variables()
     return command() if group is None else group.run(command)
+
+
+def _remove_variables() -> None:
+    for name in (*_REQUIRED_VARIABLES, *_OPTIONAL_VARIABLES):
+        os.environ.pop(name, None)
 
 
 def launcher_settings() -> dict[str, Any]:

@@ -235,6 +235,8 @@ class Checkpointer:
     def poll(self, wait: bool = False) -> None:
         """Complete the pending checkpoint if it is written. Raises the error of a role that could not write."""
         if self._pending is None:
+            if describe_saving(self.config.trainer) != "never":
+                self.store.warn_of_space()
             return
         groups = [self.roles[role] for role in self._present_roles()]
         start, limit = time.monotonic(), self._durations.limit("write")
@@ -291,6 +293,8 @@ class Checkpointer:
         """
         if describe_saving(self.config.trainer) != "never":
             self.check_folder_is_shared()
+            weights = Path(self.run.inputs.model.path).glob("*.safetensors")
+            self.store.warn_of_space(sum(path.stat().st_size for path in weights))
         folder = self._folder_to_load()
         step = 0 if folder is None else self.restore(folder)
         self._rewound = False

@@ -20,7 +20,7 @@ from verl.engines.traits import built_in_strategies
 from verl.registry import did_you_mean
 from verl.rollout.traits import built_in_engines
 from verl.utils.data_names import SUFFIXES, DataName
-from verl.utils.redaction import redacted
+from verl.utils.redaction import digest, digests, redact, redacted
 
 logger = logging.getLogger("verl.trainer")
 
@@ -74,7 +74,8 @@ class Identity:
 
     def __init__(self, config: Schema, working_dir: Path, data_digests: Callable[[], Mapping[str, str | None]] = dict):
         self._config = config
-        self._flat = redacted(to_flat_dict(config))
+        self._values = to_flat_dict(config)
+        self._flat = redacted(self._values)
         self._defaults = to_flat_dict(type(config)())
         self._working_dir, self._data_digests = working_dir, data_digests
         self._state: dict[str, Any] | None = None
@@ -86,12 +87,13 @@ class Identity:
             self._state = {group: [fingerprint(path) for path in files[group]] for group in GROUPS}
             self._state["data"] += [[name, 0, 0, digest] for name, digest in self._data_digests().items() if digest]
             self._state["packages"] = _versions()
+            self._state["variables"] = digests(self._values)
         return self._state
 
     def _files(self) -> dict[str, list[Path]]:
         """Group -> its files on this host."""
         files: dict[str, list[Path]] = {group: [] for group in GROUPS}
-        for key, value in self._flat.items():
+        for key, value in self._values.items():
             for path in (self._working_dir / v for v in _texts(value)):
                 if key == "data.train_files":
                     files["data"] += _data_files(path)
@@ -121,7 +123,7 @@ class Identity:
                     f"{did_you_mean(name, [*GROUPS, *self._flat])}"
                 )
         changes = self._changed_files(saved) if saved else {}
-        settings = self._changed_settings(saved_config, compared=set(GROUPS) if saved else set())
+        settings = self._changed_settings(saved_config, saved.get("variables", {}), set(GROUPS) if saved else set())
         changes |= {key: text for key, text in settings.items() if _is_experiment(key)}
         refused = {name: text for name, text in changes.items() if not any(fnmatchcase(name, x) for x in allowed)}
         if refused:
@@ -150,8 +152,14 @@ class Identity:
                 changes[group] = text
         return changes
 
-    def _changed_settings(self, saved: Mapping[str, Any], compared: set[str]) -> dict[str, str]:
-        """Key -> "old -> new" of settings that differ, without paths whose contents were compared."""
+    def _changed_settings(
+        self, saved: Mapping[str, Any], variables: Mapping[str, str], compared: set[str]
+    ) -> dict[str, str]:
+        """Key -> "old -> new" of settings that differ, without paths whose contents were compared.
+
+        Args:
+            variables: digests of the settings that were read from the environment.
+        """
         changes = {}
         for key in sorted(saved.keys() | self._flat.keys()):
             is_path = ("model" in compared and key.endswith("model.path")) or (
@@ -160,6 +168,10 @@ class Identity:
             old, new = saved.get(key), self._flat.get(key)
             if key not in self._flat or (key not in saved and new == self._defaults[key]):
                 continue  # a setting that this version, or the one that wrote the checkpoint, does not have
+            if key in variables:
+                if variables[key] != digest(redact(self._values[key], key, variables=False)):
+                    changes[key] = f"{old} -> {new}" if old != new else f"{old} has another value"
+                continue
             if old == new or ("code" in compared and _without_code(old) == _without_code(new)):
                 continue
             if not (is_path and all((self._working_dir / text).exists() for text in _texts(new))):
