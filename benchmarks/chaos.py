@@ -1,4 +1,4 @@
-"""Inject each fault of `faults.py` into a tiny run, and compare what the run does with docs/trust.md.
+"""Inject each fault of `faults.py` into a tiny run, and compare what the run does with docs/internals/trust.md.
 
     make chaos
     python benchmarks/chaos.py --faults kill nan-weight

@@ -1,4 +1,4 @@
-"""Faults of a run, for `make chaos` and for tests: a guard that injects them (docs/trust.md).
+"""Faults of a run, for `make chaos` and for tests: a guard that injects them (docs/internals/trust.md).
 
     trainer.guards.append(Faults("kill@7", "nan-grad@4"))
 

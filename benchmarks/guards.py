@@ -1,4 +1,4 @@
-"""The cost of the guards of docs/trust.md, as a share of a training step.
+"""The cost of the guards of docs/internals/trust.md, as a share of a training step.
 
     python benchmarks/guards.py                      # CPU: 100,000 parameters; GPU: 0.5B
     python benchmarks/guards.py --suite cpu --pairs 100 --prompts 16     # smaller steps

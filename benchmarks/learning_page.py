@@ -1,4 +1,4 @@
-"""Writes the results of benchmarks/learning.py to docs/algorithms.md: tables and plots.
+"""Writes the results of benchmarks/learning.py to docs/internals/learning_curves.md: tables and plots.
 
     python benchmarks/learning_page.py [RUNS ...]
 
@@ -24,7 +24,7 @@ from verl.tracking.curves import WINDOW, moving_mean
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "learning.jsonl"
-PAGE = ROOT / "docs" / "algorithms.md"
+PAGE = ROOT / "docs" / "internals" / "learning_curves.md"
 CURVES = ROOT / "docs" / "curves"
 CURVE_OF_EACH = ("reverse", "countdown3")
 TOGETHER = ("countdown3", "sort", "digit")
@@ -53,7 +53,7 @@ def table(runs: list[Curve], task: str) -> str:
         figures = summary(curves, threshold)
         needed = figures[f"responses_to_{threshold}"]
         cells = [
-            f"[`{name}`](curves/{task}-{name}.png)" if task in CURVE_OF_EACH else f"`{name}`",
+            f"[`{name}`](../curves/{task}-{name}.png)" if task in CURVE_OF_EACH else f"`{name}`",
             _range(needed, "{:,.0f}"),
             f"{figures['first_reward'][0]:.2f} -> {_range(figures['last_reward'], '{:.2f}')}",
             _sampled(curves, 1),

@@ -4,7 +4,7 @@ All records of steps, updates and generation at fixed lengths are compared. Not 
 limit (the lognormal ones of rollout_h200.jsonl, async_step_h200.json), asynchronous steps, the engine `hf`, and
 executors_gpu.json, which is of a version without fused layers.
 
-Every second run is held out: no constant of the planner comes from it. Exceptions are named in docs/scaling.md.
+Every second run is held out: no constant of the planner comes from it. docs/internals/scaling.md names exceptions.
 """
 
 import json

@@ -1,25 +1,40 @@
 """Hooks of mkdocs.yml. The pages are read in a repository browser too, and need these edits for the site:
 
-- the home page is README.md;
+- the home pages are README.md and README.zh.md;
+- a `<picture>` follows the colors of the site;
 - `<!-- api verl.module.Name -->` becomes the documentation of that object, from its docstrings; names of methods after
   it select these methods, inherited ones included;
+- the search lists pages of the guide first, and internals last;
 - long keys in tables may break;
 - a code block of the language mermaid is a diagram;
-- a link to a file that is not a page leads to the repository (`repo_url`), or is plain text.
+- a file of the repository that a page links becomes a page of the site below `source/`; a link to a folder or a large
+  file is plain text.
 """
 
+import json
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File
+from mkdocs.structure.files import File, InclusionLevel
 from pymdownx.superfences import fence_code_format
 
 ROOT = Path(__file__).resolve().parents[1]
 OBJECT = re.compile(r"^<!-- api (\S+)((?: \w+)*) -->$", re.MULTILINE)
 CELL = re.compile(r"(?<=<td><code>)[^<]+(?=</code>)")
-LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+PICTURE = re.compile(
+    r'<picture>\s*<source[^>]*srcset="(?:docs/)?([^"]+)">\s*'
+    r'<img src="(?:docs/)?([^"]+)" alt="([^"]*)"[^>]*>\s*</picture>'
+)
+HOME = {"README.md": "index.md", "README.zh.md": "index.zh.md"}
+SOURCE = "source"
+LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".txt": "text"}
+#: part of the navigation -> weight of its pages in the search
+BOOST = {"Guide": 3, "Internals": 0.5}
+#: bytes of a file that becomes a page
+LARGEST = 60_000
 
 
 def on_config(config: Any) -> Any:
@@ -30,26 +45,87 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add README.md as the home page."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")
-    files.append(File.generated(config, "index.md", content=readme))
+    """Add the home pages, and the files of the repository that the pages link."""
+    for name, page in HOME.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=text))
+    pending = [file for file in files if file.is_documentation_page()]
+    while pending:
+        file = pending.pop()
+        for _, target, _ in LINK.findall(file.content_string):
+            path = _linked_path(file.src_uri, target)
+            page = _page(path)
+            if page.startswith(f"{SOURCE}/") and files.get_file_from_path(page) is None and _is_shown(path):
+                level = InclusionLevel.NOT_IN_NAV
+                files.append(File.generated(config, page, content=_source_page(path), inclusion=level))
+                pending.append(files.get_file_from_path(page))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Insert the objects, and rewrite the links to other files of the repository."""
-    here = posixpath.dirname(page.file.src_uri)
-    folder = "" if page.file.src_uri == "index.md" else posixpath.join("docs", here)
+    page.meta.setdefault("search", {"boost": BOOST.get(page.ancestors[-1].title, 1)} if page.ancestors else {})
+    start = posixpath.dirname(page.file.src_uri) or "."
 
     def link(match: re.Match[str]) -> str:
-        label, target = match[1], match[2]
-        path = posixpath.normpath(posixpath.join(folder, target))
-        is_page = files.get_file_from_path(posixpath.normpath(posixpath.join(here, target))) is not None
-        if is_page or not (ROOT / path).exists():
+        label, target, anchor = match[1], match[2], match[3] or ""
+        path = _linked_path(page.file.src_uri, target)
+        if "://" in target or not (ROOT / path).exists():
             return match[0]
-        return f"[{label}]({config.repo_url.rstrip('/')}/blob/main/{path})" if config.repo_url else label
+        if files.get_file_from_path(_page(path)) is None:
+            return label
+        return f"[{label}]({posixpath.relpath(_page(path), start)}{anchor})"
 
-    return LINK.sub(link, OBJECT.sub(_directive, markdown))
+    return LINK.sub(link, OBJECT.sub(_directive, PICTURE.sub(_images, markdown)))
+
+
+def _page(path: str) -> str:
+    """The page of the site for a file of the repository."""
+    if path in HOME:
+        return HOME[path]
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return posixpath.join(SOURCE, path if path.endswith(".md") else f"{path}.md")
+
+
+def _linked_path(page: str, target: str) -> str:
+    """The file of the repository that a relative link of a page leads to; without symbolic links."""
+    path = (ROOT / _repository_path(page)).parent.joinpath(target).resolve()
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else target
+
+
+def _repository_path(page: str) -> str:
+    """The file of the repository whose links a page has."""
+    home = next((name for name, uri in HOME.items() if uri == page), None)
+    return home or (page.removeprefix(f"{SOURCE}/") if page.startswith(f"{SOURCE}/") else f"docs/{page}")
+
+
+def _is_shown(path: str) -> bool:
+    file = ROOT / path
+    known = file.suffix in {".md", ".ipynb", *LANGUAGES} or file.name == "Dockerfile"
+    return file.is_file() and known and file.stat().st_size <= LARGEST
+
+
+def _source_page(path: str) -> str:
+    """A file of the repository as a page that the search leaves out."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    head = "---\nsearch:\n  exclude: true\n---\n\n"
+    if path.endswith(".md"):
+        return head + text
+    if path.endswith(".ipynb"):
+        cells = [("".join(cell["source"]), cell["cell_type"]) for cell in json.loads(text)["cells"]]
+        return head + "\n\n".join(source if kind == "markdown" else _fence(source, "python") for source, kind in cells)
+    return f"{head}# {path}\n\n{_fence(text, LANGUAGES.get(Path(path).suffix, 'text'))}"
+
+
+def _fence(text: str, language: str) -> str:
+    return f"````{language}\n{text.rstrip()}\n````\n"
+
+
+def _images(picture: re.Match[str]) -> str:
+    """One image for each color scheme of the theme."""
+    dark, light, text = picture.groups()
+    return f"![{text}]({light}#only-light)\n![{text}]({dark}#only-dark)"
 
 
 def _directive(match: re.Match[str]) -> str:

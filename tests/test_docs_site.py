@@ -1,4 +1,4 @@
-"""mkdocs.yml lists every page, links lead to files, and the API reference names objects that exist."""
+"""mkdocs.yml lists every page, links lead to files, the guide is short, the API reference names objects that exist."""
 
 import importlib
 import re
@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 import yaml
 
+from verl.cli.config import SCHEMAS
+from verl.config.fields import fields_of
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+HOME = {"index.md": ROOT / "README.md", "index.zh.md": ROOT / "README.zh.md"}
+NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+#: pages of the guide that show keys of other projects, of older releases or of the reader; their own tests load them
+OTHER_KEYS = {"configuration.md", "sft.md", "custom_reward.md", "migrate_from_verl.md", "migrate_from_trl.md"}
+FILES = (".safetensors", ".py", ".md", ".jsonl", ".json", ".parquet", ".csv")
+KEY = re.compile(r"(?<![\w./])(?:actor_rollout_ref|data|algorithm|trainer|reward|critic)(?:\.\w+)+")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 OBJECT = re.compile(r"^<!-- api (\S+)((?: \w+)*) -->$", re.MULTILINE)
 
@@ -24,14 +33,47 @@ def entries(nav: Any) -> list[str]:
 
 
 def test_every_page_is_in_the_navigation_once():
-    listed = entries(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    assert sorted(listed) == sorted(["index.md", *(path.relative_to(DOCS).as_posix() for path in PAGES)])
+    assert sorted(entries(NAV)) == sorted([*HOME, *(path.relative_to(DOCS).as_posix() for path in PAGES)])
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda path: path.relative_to(ROOT).as_posix())
+GUIDE = [HOME.get(page, DOCS / page) for page in entries(NAV[0]["Guide"])]
+
+
+def test_the_guide_has_at_most_25_000_words_and_a_home_page_150_lines():
+    words = {page.name: len(page.read_text().split()) for page in GUIDE if page != HOME["index.zh.md"]}
+    assert sum(words.values()) <= 25_000, words
+    assert all(len(page.read_text().splitlines()) <= 150 for page in HOME.values())
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=lambda path: path.name)
+def test_a_page_of_the_guide_has_a_table_or_a_picture_and_names_no_test(page):
+    text = page.read_text()
+    assert re.search(r"^\|[-|: ]+\|$|^<picture>|^```mermaid", text, re.MULTILINE)
+    assert re.search(r"\btests/|\btest_\w+\.py", text) is None
+
+
+@pytest.mark.parametrize("page", [page for page in GUIDE if page.name not in OTHER_KEYS], ids=lambda path: path.name)
+def test_every_key_in_a_page_of_the_guide_exists(page):
+    for key in {key for key in KEY.findall(page.read_text()) if not key.endswith(FILES)}:
+        assert any(is_known(key, schema) for schema in SCHEMAS.values()), key
+
+
+def is_known(key: str, schema: Any) -> bool:
+    """Whether a schema has a key, also as a section, as an alias, or as an entry of a mapping."""
+    known, key = fields_of(schema), schema.aliases.resolve(key)
+    above = key.rpartition(".")[0]
+    return (
+        key in known
+        or any(name.startswith(f"{key}.") for name in known)
+        or (above in known and known[above].is_mapping)
+    )
+
+
+@pytest.mark.parametrize("page", [*HOME.values(), *PAGES], ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_relative_link_leads_to_a_file(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     targets = [target for target in LINK.findall(text) if "://" not in target and not target.startswith("mailto:")]
+    targets += re.findall(r'(?:src|srcset)="([^"]+)"', text)
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 

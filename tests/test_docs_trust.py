@@ -1,4 +1,4 @@
-"""docs/trust.md: every row has four cells, and every test that it names exists."""
+"""docs/internals/trust.md: every row has four cells, and every test that it names exists."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 
 
-ROWS = table_rows((ROOT / "docs/trust.md").read_text())
+ROWS = table_rows((ROOT / "docs/internals/trust.md").read_text())
 
 
 @cache

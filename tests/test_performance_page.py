@@ -1,4 +1,4 @@
-"""docs/performance.md: its tables are the recorded numbers, its settings exist, its commands for any machine run."""
+"""docs/internals/performance.md: its tables are the recorded numbers, its settings exist, its commands run."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from verl.config import load_config, to_flat_dict
 from verl.config.public.aliases import RL
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = (ROOT / "docs" / "performance.md").read_text()
+PAGE = (ROOT / "docs" / "internals/performance.md").read_text()
 RECORD = json.loads((ROOT / "benchmarks" / "results" / "train_step_gpu.json").read_text())
 COMMANDS = [
     line.split("#")[0].strip() for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S) for line in block.splitlines()

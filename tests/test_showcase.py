@@ -118,7 +118,7 @@ def test_a_run_prints_accuracy_and_responses_before_and_after(tmp_path, capsys):
     assert (tmp_path / "out" / "rl" / "global_step_2" / "actor" / "huggingface" / "config.json").is_file()
 
 
-RECIPES = [command.replace("\\\n", "") for command in blocks("baselines.md", "bash") if "main_ppo" in command]
+RECIPES = [command.replace("\\\n", "") for command in blocks("internals/baselines.md", "bash") if "main_ppo" in command]
 
 
 @pytest.mark.parametrize("command", RECIPES, ids=["0.5B", "1.5B", "7B"])

@@ -15,7 +15,7 @@ from verl.config.presets import PRESETS
 from verl.data.tokenization import check_messages
 from verl.rollout.request import SamplingParams
 
-PAGES = ("rollout.md", "weight_sync.md", "async.md", "multi_turn.md", "server.md", "custom_agent_loop.md")
+PAGES = ("rollout.md", "internals/weight_sync.md", "async.md", "multi_turn.md", "server.md", "custom_agent_loop.md")
 PREFIXES = ("", "actor_rollout_ref.", "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.multi_turn.")
 
 

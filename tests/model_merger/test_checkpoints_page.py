@@ -16,7 +16,7 @@ PAGE = (DOCS / "checkpoints.md").read_text()
 @pytest.mark.slow
 def test_every_command_runs(shell, caplog):
     listed = [command for command in commands("checkpoints.md") if "benchmarks/" not in command]  # many minutes
-    assert len([c for c in listed if c.startswith("verl merge ")]) == 6
+    assert len([c for c in listed if c.startswith("verl merge ")]) == 4
     with caplog.at_level("INFO", "verl"):
         for command in listed:
             shell.run(command)
@@ -26,11 +26,9 @@ def test_every_command_runs(shell, caplog):
     assert {Path(name).name for name in tree} - written == {"critic", "global_step_2"}  # no critic; 2 is deleted by now
     assert sorted(path.name for path in steps.glob("global*")) == ["global_step_3", "global_step_4"]
     assert (steps / "latest_checkpointed_iteration.txt").read_text() == "4"
-    assert "is already a HuggingFace model: verified, nothing written" in caplog.text
-    merged, in_place = load_file("tiny/merged/model.safetensors"), steps / "global_step_3/actor/huggingface"
-    for name, tensor in load_file(in_place / "model.safetensors").items():
-        assert torch.equal(tensor, merged[name])
-        assert torch.equal(tensor.bfloat16(), load_file("tiny/merged-bf16/model.safetensors")[name])
+    rounded = load_file("tiny/merged-bf16/model.safetensors")
+    for name, tensor in load_file("tiny/merged/model.safetensors").items():
+        assert torch.equal(tensor.bfloat16(), rounded[name])
     assert Path("tiny/lora-merged/model.safetensors").is_file()
     assert "is deprecated" not in caplog.text  # the page writes every key as it is called now
     store = CheckpointStore(steps)

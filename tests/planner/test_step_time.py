@@ -314,7 +314,7 @@ def test_which_settings_fuse_experts():
 
 @pytest.mark.slow
 def test_predictions_agree_with_the_records_as_the_page_says(monkeypatch):
-    """All constants at once: docs/scaling.md says how many of the recorded figures are within 25 and 10 %."""
+    """All constants at once: docs/internals/scaling.md says how many of the recorded figures are within 25 and 10 %."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from planner_records import recorded_lines
 
@@ -324,7 +324,7 @@ def test_predictions_agree_with_the_records_as_the_page_says(monkeypatch):
     fits = [line for line in sizes if abs(line["memory_ratio"] - 1) <= 0.1 + 1e-9]  # ratios are rounded: 1.1 is within
     found = [len(near), len(lines), *(sum(line["held_out"] for line in some) for some in (near, lines))]
     found += [len(fits), len(sizes), *(sum(line["held_out"] for line in some) for some in (fits, sizes))]
-    page = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/internals/scaling.md").read_text(encoding="utf-8")
     (row,) = (line for line in page.splitlines() if line.startswith("| H200, one and two GPUs |"))
     images = [line["time_ratio"] for line in lines if "gpu-vl, FSDP2, native" in line["name"]]
     assert len(images) == 4 and all(abs(ratio - 1) < 0.13 for ratio in images)

@@ -1,14 +1,14 @@
 """Commands of the pages on models, data, adapters, reward models, preferences, teachers and SFT run as printed."""
 
 import json
-import re
 import shlex
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.pages import DOCS, ROOT, as_module, commands
+from scripts import memory_page
+from tests.pages import DOCS, as_module, commands, table_rows
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
@@ -72,9 +72,19 @@ def test_data_format(shell, caplog, monkeypatch):
     assert "is deprecated" not in caplog.text
 
 
-def test_the_readme_links_every_page():
-    readme = (ROOT / "README.md").read_text()
-    pages = {path.name for path in DOCS.glob("*.md")}
-    assert set(re.findall(r"\(docs/(\w+\.md)\)", readme)) == pages
-    for page in DOCS.glob("*.md"):
-        assert set(re.findall(r"\]\((\w+\.md)\)", page.read_text())) <= pages, page.name
+@pytest.mark.parametrize("page", ["data.md", "choose.md", "debug_rewards.md"])
+def test_the_guide(page, shell):
+    shell.monkeypatch.syspath_prepend(str(Path.cwd()))
+    for command in commands(page):
+        shell.run(command)
+
+
+def test_memory(shell, capsys):
+    """The command of the page, and rows of its table: what is printed now."""
+    for command in commands("memory.md"):
+        shell.run(command)
+    assert "fits into 79.1 GiB (H100)" in capsys.readouterr().out
+    rows = {tuple(row[:2]): row[2:] for row in table_rows((DOCS / "memory.md").read_text()) if len(row) == 6}
+    assert len(rows) == len(memory_page.MODELS) * len(memory_page.METHODS)
+    for (model, method), gpu in {("1.5B", "all weights"): "H100", ("7B", "QLoRA"): "RTX-4090"}.items():
+        assert rows[model, method][[*memory_page.GPUS].index(gpu)] == memory_page.cell(model, gpu, method)

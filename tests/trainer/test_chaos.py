@@ -69,7 +69,7 @@ def benchmark(name: str, *arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("faults", [("corrupt-ckpt", "kill"), ("stop-rank", "stale-weights"), ("tracker-hang",)])
 def test_faults_are_handled_as_the_page_says(faults):
-    """A part of `make chaos`: docs/trust.md."""
+    """A part of `make chaos`: docs/internals/trust.md."""
     done = benchmark("chaos.py", "--faults", *faults)
     lines = [line for line in done.stdout.splitlines() if line.split("@")[0] in faults]
     assert done.returncode == 0, done.stdout
@@ -104,7 +104,7 @@ def test_kills_end_at_once_without_time(seconds, kills, tmp_path, monkeypatch):
 
 def test_the_page_has_the_recorded_kills():
     record = json.loads((ROOT / "benchmarks/results/kill_resume_cpu.json").read_text())["kinds"]
-    section = (ROOT / "docs/checkpoints.md").read_text().split("### Killed runs")[1].split("###")[0]
+    section = (ROOT / "docs/internals/checkpoints.md").read_text().split("## Killed runs")[1].split("\n##")[0]
     rows = [[cell.strip() for cell in line.split("|")[2:-1]] for line in section.splitlines() if line.startswith("|")]
     figures = [
         [kind["kills"], kind["while_writing"], kind["finished_runs"], len(kind["differences"])] for kind in record

@@ -9,6 +9,8 @@ V: vocabulary; S: selected states. x: logits / temperature; p: softmax(x); H: en
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -264,16 +266,12 @@ def token_statistics(
         filter also kept_tokens (S, K) int64.
     """
     names = OUTPUTS if candidates is None or sharded_statistics is not None else (*OUTPUTS, *CANDIDATES)
-    unknown = set(outputs) - set(names)
-    if unknown:
+    if unknown := set(outputs) - set(names):
         raise ValueError(f"expected outputs out of {', '.join(names)}, found {sorted(unknown)}")
     requested = tuple(name in outputs for name in OUTPUTS)
 
     def chunk_statistics(
-        states: torch.Tensor,
-        targets: torch.Tensor,
-        candidates: torch.Tensor | int | None,
-        kept: torch.Tensor | TokenFilter | None,
+        states: torch.Tensor, targets: torch.Tensor, candidates: Any, kept: Any
     ) -> tuple[torch.Tensor, ...]:
         logits = head(states)
         if kept is not None:
@@ -285,24 +283,24 @@ def token_statistics(
             return statistics
         return *statistics, *candidate_log_probs(logits, targets, statistics[0], candidates, temperature)
 
-    rows = max(1, CHUNK_ELEMENTS[states.device.type] // vocab_size)
-    if states.is_cuda and len(states) > rows:  # equal chunks: a small last one would be a slow GEMM
-        rows = -(-len(states) // -(-len(states) // rows))
-    split, kept_of = (
-        values.split(rows) if isinstance(values, torch.Tensor) else itertools.repeat(values)
-        for values in (candidates, kept)
-    )
-    chunks = list(zip(states.split(rows), targets.split(rows), split, kept_of))
+    chunks = _chunks(states, vocab_size, targets, candidates, kept)
     recompute = torch.is_grad_enabled() and len(chunks) > 1 and not _fit(states, vocab_size)
-    results = [
-        checkpoint(chunk_statistics, *chunk, use_reentrant=False) if recompute else chunk_statistics(*chunk)
-        for chunk in chunks
-    ]
+    compute = partial(checkpoint, chunk_statistics, use_reentrant=False) if recompute else chunk_statistics
+    results = [compute(*chunk) for chunk in chunks]
     values = {name: torch.cat([result[names.index(name)] for result in results]) for name in outputs}
     if isinstance(kept, TokenFilter):
         rows_of_kept = [row for result in results for row in result[-1]]
         values["kept_tokens"] = pad_sequence(rows_of_kept, batch_first=True, padding_value=NO_TOKEN)
     return values
+
+
+def _chunks(states: torch.Tensor, vocab_size: int, *values: Any) -> list[tuple[Any, ...]]:
+    """States and values per state in chunks whose logits have a bounded size; a value that is no tensor is in each."""
+    rows = max(1, CHUNK_ELEMENTS[states.device.type] // vocab_size)
+    if states.is_cuda and len(states) > rows:  # equal chunks: a small last one would be a slow GEMM
+        rows = -(-len(states) // -(-len(states) // rows))
+    split = (v.split(rows) if isinstance(v, torch.Tensor) else itertools.repeat(v) for v in values)
+    return list(zip(states.split(rows), *split))
 
 
 def _fit(states: torch.Tensor, vocab_size: int) -> bool:

@@ -14,7 +14,7 @@ from verl.single_controller.cluster import format_devices
 #: columns of a terminal
 WIDTH = 80
 
-#: what the memory of GPUs does not contain (docs/scaling.md)
+#: what the memory of GPUs does not contain (docs/internals/scaling.md)
 CACHED = "free blocks that the allocator keeps are not counted: 13 to 16 % in records"
 
 #: columns of the memory table -> items that they sum

@@ -76,7 +76,7 @@ class RunConfig(Section):
         active_when=("early_stopping.patience", is_set),
     )
     max_skipped_steps: int = field(
-        5, "bad steps in a row after which on_bad_steps applies (docs/trust.md); 0: never", ge=0
+        5, "bad steps in a row after which on_bad_steps applies (docs/internals/trust.md); 0: never", ge=0
     )
     on_bad_steps: Literal["stop", "rollback"] = field(
         "stop", "after max_skipped_steps: stop, or return once to the last checkpoint and skip the prompts since then"
