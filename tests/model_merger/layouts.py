@@ -1,4 +1,4 @@
-"""Checkpoints to merge, written by torch and by this project's engines on real ranks (gloo).
+"""Checkpoints to merge, written by this project's engines, on one device and on real ranks (gloo).
 
 A program of its own, which forks its ranks: they need not import everything again, and nothing of a test is in them.
 """
@@ -13,8 +13,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, fully_shard
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, DeepseekV3Config, Qwen2Config
 
 from examples.quickstart.tiny_model import char_tokenizer
@@ -59,90 +57,14 @@ def load(folder: Path, kind: str = "causal_lm") -> torch.nn.Module:
     return auto.from_pretrained(folder, dtype=torch.float32)
 
 
-def finish(actor: Path, model: Path, base: Path | None, world: int, fsdp_version: int | None) -> None:
-    """What lies beside rank files: config (which names the base model), tokenizer, fsdp_config.json."""
-    shutil.copytree(model, actor / "huggingface", ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
-    config = json.loads((model / "config.json").read_text())
-    if base is not None:
-        config["_name_or_path"] = str(base)
-    (actor / "huggingface" / "config.json").write_text(json.dumps(config))
-    if fsdp_version is not None:
-        (actor / "fsdp_config.json").write_text(json.dumps({"FSDP_version": fsdp_version, "world_size": world}))
-
-
-def save_rank(actor: Path, state: dict) -> None:
-    actor.mkdir(parents=True, exist_ok=True)
-    torch.save(state, actor / f"model_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")
-
-
-def fsdp2(module: torch.nn.Module, *shape: int) -> dict:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ddp", "fsdp")[-len(shape) :])
-    for layer in module.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(module, mesh=mesh).state_dict()
-
-
-class Adapted(torch.nn.Module):
-    """A linear layer with LoRA matrices of rank 3, named as peft names them."""
-
-    def __init__(self, layer: torch.nn.Linear):
-        super().__init__()
-        rows, columns = layer.weight.shape
-        self.base_layer = layer
-        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(columns, 3, bias=False)})
-        self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(3, rows, bias=False)})
-
-
-def with_adapters(module: torch.nn.Module) -> torch.nn.Module:
-    """Adapters on two layers of every block, equal on all ranks, in the two modules that peft puts around a model."""
-    torch.manual_seed(1)
-    for block in module.model.layers:
-        block.self_attn.q_proj = Adapted(block.self_attn.q_proj)
-        block.mlp.down_proj = Adapted(block.mlp.down_proj)
-    outer = torch.nn.Module()
-    outer.base_model = torch.nn.Module()
-    outer.base_model.model = module
-    return outer
-
-
-def fsdp2_with_adapters(module: torch.nn.Module) -> dict:
-    outer = with_adapters(module)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in module.model.layers:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(outer, mesh=mesh).state_dict()
-
-
-def fsdp1(module: torch.nn.Module, *shape: int, kind: StateDictType = StateDictType.SHARDED_STATE_DICT) -> dict:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ddp", "fsdp")[-len(shape) :]) if shape else None
-    strategy = ShardingStrategy.HYBRID_SHARD if len(shape) == 2 else ShardingStrategy.FULL_SHARD
-    wrapped = FullyShardedDataParallel(
-        module, device_id=torch.device("cpu"), device_mesh=mesh, sharding_strategy=strategy, use_orig_params=False
-    )
-    with FullyShardedDataParallel.state_dict_type(wrapped, kind):
-        return wrapped.state_dict()
-
-
 def on_rank(rank: int, world: int, port: int, root: Path) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["LOCAL_RANK"] = str(rank)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
-    trained = root / "trained"
-    if world == 4:
-        save_rank(root / "hsdp" / "actor", fsdp2(load(trained), 2, 2))
-        save_rank(root / "fsdp2 of 4" / "actor", fsdp2(load(trained), 4))
-        save_rank(root / "fsdp1 hybrid" / "actor", fsdp1(load(trained), 2, 2))
-        dist.destroy_process_group()
-        return
-    save_rank(root / "fsdp2" / "actor", fsdp2(load(trained), 2))
-    save_rank(root / "fsdp1" / "actor", fsdp1(load(trained), 2))
-    save_rank(root / "flat" / "actor", fsdp1(load(trained), kind=StateDictType.LOCAL_STATE_DICT))
-    save_rank(root / "value" / "critic", fsdp2(load(root / "critic", "value"), 2))
-    save_rank(root / "moe" / "actor", fsdp2(load(root / "experts"), 2))
-    save_rank(root / "lora" / "actor", fsdp2_with_adapters(load(root / "base")))
-    for kind, model, folder in (("causal_lm", trained, "ours/actor"), ("value", root / "critic", "our value/critic")):
-        spec = EngineSpec(kind, ModelConfig(path=str(model)))
+    models = {"ours/actor": ("causal_lm", "trained"), "our value/critic": ("value", "critic")}
+    for folder, (kind, model) in models.items():
+        spec = EngineSpec(kind, ModelConfig(path=str(root / model)))
         TorchEngine(spec, FSDP2(spec)).save(root / folder, ("model",))
     dist.destroy_process_group()
 
@@ -151,32 +73,16 @@ def make_checkpoints(root: Path) -> None:
     """Every layout, of the models of `make_models`, each in a folder of its name."""
     torch.set_num_threads(1)
     make_models(root)
-    for world in (2, 4):
-        mp.start_processes(on_rank, (world, free_port(), root), nprocs=world, start_method="fork")
-    base, trained = root / "base", root / "trained"
-    worlds = {"fsdp2": 2, "fsdp1": 2, "flat": 2, "hsdp": 4, "fsdp1 hybrid": 4, "fsdp2 of 4": 4}
-    for name, world in worlds.items():
-        finish(root / name / "actor", trained, base, world, 1 if "1" in name or name == "flat" else 2)
-    # a critic whose config is still that of the language model
-    finish(root / "value" / "critic", base, base, 2, 2)
-    finish(root / "lora" / "actor", base, base, 2, 2)
-    finish(root / "moe" / "actor", root / "experts", None, 2, 2)
-    make_plain(root)
-    one_device = TorchEngine(EngineSpec("causal_lm", ModelConfig(path=str(trained)), optimizer=OptimConfig(lr=1e-3)))
+    mp.start_processes(on_rank, (2, free_port(), root), nprocs=2, start_method="fork")
+    one_device = TorchEngine(
+        EngineSpec("causal_lm", ModelConfig(path=str(root / "trained")), optimizer=OptimConfig(lr=1e-3))
+    )
     one_device.save(root / "one device" / "actor", ("model", "optimizer", "extra"))
     for name in ("ours", "one device"):
         char_tokenizer().save_pretrained(root / name / "actor" / "huggingface")
-
-
-def make_plain(root: Path) -> None:
-    """Plain tensors: of one rank, and replicas on two."""
-    state = dict(load(root / "trained").state_dict())
-    for name, world in (("one rank", 1), ("replicas", 2)):
-        actor = root / name / "actor"
-        actor.mkdir(parents=True)
-        for rank in range(world):
-            torch.save(state, actor / f"model_world_size_{world}_rank_{rank}.pt")
-        finish(actor, root / "trained", root / "base", world, None)
+        config = root / name / "actor" / "huggingface" / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"_name_or_path": str(root / "base")}))
+    shutil.copytree(root / "experts", root / "moe" / "actor" / "huggingface")
 
 
 if __name__ == "__main__":

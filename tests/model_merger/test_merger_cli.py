@@ -17,7 +17,7 @@ def test_help_shows_a_whole_command_and_does_not_wait_for_torch():
 
 
 def test_merge_and_test(made, tmp_path, capsys):
-    common = ["--backend", "fsdp", "--local_dir", str(made / "hsdp" / "actor")]
+    common = ["--backend", "fsdp", "--local_dir", str(made / "ours" / "actor")]
     assert main(["merge", *common, "--target_dir", str(tmp_path / "merged"), "--max_shard_size", "10KB"]) == 0
     assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
     assert main(["test", *common, f"--test-hf-dir={tmp_path / 'merged'}"]) == 0
@@ -27,10 +27,12 @@ def test_merge_and_test(made, tmp_path, capsys):
 
 
 def test_a_refusal_is_one_line_and_a_status(made, tmp_path, capsys):
-    actor = str(made / "hsdp" / "actor")
-    status = main(["merge", "--backend", "megatron", "--local_dir", actor, "--target_dir", str(tmp_path / "x")])
+    root = made / "ours"
+    status = main(["merge", "--local_dir", str(root), "--target_dir", str(tmp_path / "x"), "--tie-word-embedding"])
     assert status == 1
-    assert capsys.readouterr().err == f"error: {actor} contains rank files of FSDP: use --backend fsdp\n"
+    assert capsys.readouterr().err == (
+        f"error: {root} is a checkpoint of all roles: give one role, {root / 'actor'}\n"
+    )
 
 
 def test_a_size_that_is_none():

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from verl.model_merger.merge import staged, write_config
-from verl.model_merger.sources import TensorInfo, assemble
 
 
 def test_a_failure_leaves_the_target_as_it_was(tmp_path):
@@ -59,17 +58,3 @@ def test_the_config_is_changed_only_where_it_must_be(tmp_path):
         "label2id": {"LABEL_0": 0},
     }
     assert not (tmp_path / "out" / "model.safetensors").exists()
-
-
-def test_blocks_in_two_dimensions():
-    whole = torch.arange(15.0).view(3, 5)
-    blocks = [((i, j), whole[i : i + 2, j : j + 3]) for i in (0, 2) for j in (3, 0)]
-    named = [(f"file {k}", offset, block) for k, (offset, block) in enumerate(blocks)]
-    info = TensorInfo((3, 5), torch.float32)
-    assert torch.equal(assemble("w", info, [*named, named[0]]), whole)  # a copy is no gap
-    with pytest.raises(ValueError, match=r"w: the shards have 12 elements, expected 15"):
-        assemble("w", info, named[:3])
-    with pytest.raises(ValueError, match=r"w differs between file 0 and other"):
-        assemble("w", info, [*named, ("other", *[named[0][1], named[0][2] + 1])])
-    with pytest.raises(ValueError, match=r"file 0: its shard of w at \(2, 3\) exceeds the shape"):
-        assemble("w", info, [("file 0", (2, 3), blocks[0][1])])

@@ -41,7 +41,7 @@ def test_the_merged_model_has_the_outputs_of_the_trained_one(families, tmp_path)
         actor, merged = tmp_path / family / "actor", tmp_path / "merged" / family
         copy_processor_files(make_engine(path).spec.model, actor / "huggingface")  # as checkpoints of a run have them
         merge(MergeOptions(actor, merged))
-        assert compare("fsdp", actor, merged, None, False) == []
+        assert compare(actor, merged) == []
         assert (merged / "preprocessor_config.json").is_file()
         model = AutoModelForImageTextToText.from_pretrained(merged)
         batch = make_batch(family, model.config)

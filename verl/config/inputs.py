@@ -16,7 +16,7 @@ _MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path", "r
 _TOKENIZERS = "tokenizer_path"
 _ADAPTERS = "lora_adapter_path"
 #: found next to the config of a checkpoint whose weights are not merged
-_CHECKPOINT = ("shards", "lora_adapter", "model_world_size_*")
+_CHECKPOINT = ("shards", "lora_adapter")
 _FILES = ("data.train_files", "data.val_files", "data.path")
 #: ends of keys with files of tools, agents and custom code; those of a YAML file, and others, which may be modules
 _YAML = ("multi_turn.tool_config_path", "multi_turn.interaction_config_path", "agent.agent_loop_config_path")

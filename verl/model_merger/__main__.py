@@ -45,13 +45,8 @@ def parser(program: str = "python -m verl.model_merger") -> argparse.ArgumentPar
     )
     commands = top.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
-        "--backend", choices=("fsdp", "megatron"), required=True, help="the engine that wrote the checkpoint"
-    )
+    common.add_argument("--backend", choices=("fsdp", "megatron"), help="no effect: the format is detected")
     common.add_argument("--local_dir", type=Path, required=True, help="the checkpoint: .../global_step_N/actor")
-    common.add_argument(
-        "--lora_alpha", type=float, help="LoRA alpha of the training run, if the checkpoint does not record it"
-    )
     common.add_argument(
         "--base",
         help="the base model: required for adapters, and a merged model must differ from it; "
@@ -97,19 +92,13 @@ def main(arguments: list[str] | None = None, program: str = "python -m verl.mode
     setup_logging()
     try:
         if parsed.command == "test":
-            faults = compare(
-                parsed.backend,
-                parsed.local_dir,
-                parsed.test_hf_dir,
-                parsed.lora_alpha,
-                parsed.trust_remote_code,
-                parsed.base,
-            )
+            faults = compare(parsed.local_dir, parsed.test_hf_dir, parsed.trust_remote_code, parsed.base)
             print(
                 "\n".join(faults) if faults else f"{parsed.local_dir} and {parsed.test_hf_dir} contain the same model"
             )
             return 1 if faults else 0
-        options = {name: value for name, value in vars(parsed).items() if name not in ("command", *_WITHOUT_EFFECT)}
+        unused = ("command", "backend", *_WITHOUT_EFFECT)
+        options = {name: value for name, value in vars(parsed).items() if name not in unused}
         merge(MergeOptions(**options))
     except (ValueError, OSError) as error:
         return print_error(error)

@@ -1,4 +1,8 @@
-"""Opening a checkpoint folder: detect its format, check that it is complete, and find its base model."""
+"""Opening a checkpoint folder: detect its format, check that it is complete, and find its base model.
+
+Formats are those that this project writes. Checkpoints of public verl, `model_world_size_W_rank_R.pt` and `dist_ckpt/`,
+are merged by public verl.
+"""
 
 import json
 from dataclasses import dataclass
@@ -9,26 +13,16 @@ import yaml
 from verl.checkpoints.manifest import MANIFEST
 from verl.checkpoints.safetensors_files import has_weights
 from verl.checkpoints.store import content_faults, size_faults
-from verl.engines.traits import strategy_traits
-from verl.model_merger.fsdp import RankFiles, is_rank_file
-from verl.model_merger.lora import (
-    Adapters,
-    MergedAdapters,
-    among_weights,
-    has_adapters,
-    lora_settings,
-    over_base,
-    recorded_base,
-)
-from verl.model_merger.megatron import FOLDER as DIST_CKPT
-from verl.model_merger.megatron import MegatronCheckpoint
+from verl.model_merger.lora import Adapters, MergedAdapters, has_adapters, over_base, recorded_base
 from verl.model_merger.sources import DistributedCheckpoint, SafetensorsFolder, WeightSource, local_folder
 from verl.utils.paths import read_json, resolved
 
 _EXPECTED = (
-    "expected model_world_size_W_rank_R.pt files, shards/, dist_ckpt/, lora_adapter/, or huggingface/*.safetensors, "
-    "next to huggingface/ with the config; --local_dir is .../global_step_N/actor (or .../critic)"
+    "expected shards/, lora_adapter/, or huggingface/*.safetensors, next to huggingface/ with the config; --local_dir "
+    "is .../global_step_N/actor (or .../critic)"
 )
+#: weights of public verl: of its FSDP workers, and of its Megatron workers
+_PUBLIC = ("model_world_size_*_rank_*.pt", "dist_ckpt")
 
 
 @dataclass(frozen=True)
@@ -73,13 +67,12 @@ def find_base(folder: Path, base: str | None) -> tuple[Path | None, str]:
     return path, f"{names} is not on this machine" if names else "the checkpoint does not name it"
 
 
-def open_checkpoint(folder: Path, base: str | None = None, backend: str = "fsdp") -> Checkpoint:
+def open_checkpoint(folder: Path, base: str | None = None) -> Checkpoint:
     """Open a checkpoint and check that it is complete.
 
     Args:
         folder: `.../global_step_N/actor` or `.../critic`.
         base: The base model of adapters; by default, the one the checkpoint names.
-        backend: The engine that wrote it: "fsdp" or "megatron"; the format is detected.
 
     Raises:
         ValueError: If a file is missing or damaged, or the folder is not a checkpoint.
@@ -90,17 +83,11 @@ def open_checkpoint(folder: Path, base: str | None = None, backend: str = "fsdp"
         listed = f". Checkpoints below checkpoints/: {', '.join(saved[-5:])}" if saved else ""
         raise ValueError(f"no folder {folder}: {_EXPECTED}{listed}")
     _verify_manifest(folder)
-    has_rank_files = any(is_rank_file(path) for path in folder.iterdir())
-    has_shards = (folder / "shards").is_dir()
-    if has_rank_files and has_shards:
-        raise ValueError(f"{folder} contains both rank files and shards/: expected one format; move the other away")
     config = folder / "huggingface" / "config.json"
-    source, format_name = _full_weights(folder, has_rank_files, has_shards)
+    source, format_name = _full_weights(folder)
     adapters = source is None and has_adapters(folder / "lora_adapter")
     if source is None and not adapters:
         raise ValueError(_describe_folder(folder))
-    if strategy_traits(backend).model_parallel and has_rank_files:
-        raise ValueError(f"{folder} contains rank files of FSDP: use --backend fsdp")
     if not config.is_file():
         raise ValueError(
             f"{config} is missing: copy the config and the tokenizer of the model there "
@@ -111,32 +98,20 @@ def open_checkpoint(folder: Path, base: str | None = None, backend: str = "fsdp"
     return Checkpoint(folder, source, format_name)
 
 
-def with_adapters_merged(checkpoint: Checkpoint, alpha: float | None, trust_remote_code: bool = False) -> WeightSource:
-    """Return the checkpoint's weights with adapters merged, if any. Raises ValueError for alpha without adapters."""
+def with_adapters_merged(checkpoint: Checkpoint, trust_remote_code: bool = False) -> WeightSource:
+    """Return the checkpoint's weights, with adapters merged if there are any."""
     source = checkpoint.source
-    if isinstance(source, WeightSource) and any(".lora_" in name for name in source.names()):
-        source = among_weights(source)
     if isinstance(source, Adapters):
-        settings = lora_settings(checkpoint.folder, alpha)
-        return MergedAdapters(source, settings, checkpoint.config_folder, trust_remote_code)
-    if alpha is not None:
-        raise ValueError("--lora_alpha is set, but the checkpoint contains no LoRA adapters")
+        return MergedAdapters(source, checkpoint.config_folder, trust_remote_code)
     return source
 
 
-def _full_weights(folder: Path, has_rank_files: bool, has_shards: bool) -> tuple[WeightSource | None, str]:
+def _full_weights(folder: Path) -> tuple[WeightSource | None, str]:
     """Return the full weights in the folder, or None, and a description of their format."""
-    if has_rank_files:
-        files = RankFiles(folder)
-        return files, f"{len(files.files)} rank files"
-    if has_shards:
+    if (folder / "shards").is_dir():
         source = DistributedCheckpoint(folder / "shards")
         if source.names():
             return source, "shards of torch.distributed.checkpoint"
-    if (folder / DIST_CKPT / ".metadata").is_file() and (folder / "huggingface" / "config.json").is_file():
-        megatron = MegatronCheckpoint(folder / DIST_CKPT, folder / "huggingface")
-        if megatron.has_model:
-            return megatron, "a checkpoint of megatron-core"
     if has_weights(folder / "huggingface"):
         return SafetensorsFolder(folder / "huggingface"), "already a HuggingFace model"
     return None, ""
@@ -162,10 +137,10 @@ def _describe_folder(folder: Path) -> str:
         return f"{folder} is a checkpoint of all roles: give one role, {' or '.join(str(folder / r) for r in roles)}"
     if steps:
         return f"{folder} is a run: give the role of one checkpoint, for example {folder / steps[-1] / 'actor'}"
-    if (folder / DIST_CKPT).is_dir():
+    if public := next((name for pattern in _PUBLIC for name in folder.glob(pattern)), None):
         return (
-            f"{folder} is a checkpoint of megatron-core without weights: expected {DIST_CKPT}/.metadata with the model "
-            "and huggingface/config.json (from the base model), or huggingface/*.safetensors"
+            f"{folder} is a checkpoint of public verl, found {public.name}: merge it with the release that wrote it, "
+            "and use the result as model.path"
         )
     if has_weights(folder):
         return f"{folder} is already a HuggingFace model: nothing to merge"
@@ -184,7 +159,7 @@ def _verify_manifest(folder: Path) -> None:
         recorded = read_json(root / MANIFEST)["files"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError) as error:
         raise ValueError(f"cannot read {root / MANIFEST}: {error}") from error
-    folders = tuple(f"{role}/{name}/" for name in ("shards", "lora_adapter", "huggingface", DIST_CKPT))
+    folders = tuple(f"{role}/{name}/" for name in ("shards", "lora_adapter", "huggingface"))
     used = {name: entry for name, entry in recorded.items() if name.startswith(folders)}
     faults = list(size_faults(root, used)) or list(content_faults(root, used))
     if faults:

@@ -1,20 +1,14 @@
 """LoRA adapters, merged into their base weights by peft.
 
 W + (alpha / r) B A  (Hu et al. 2021, "LoRA", arXiv:2106.09685); alpha / sqrt(r) with rsLoRA (Kalajdzievski 2023,
-arXiv:2312.03732). The weight files do not contain alpha. It is read from the files in which trainers record it, and
-must be given otherwise: a guess would scale the adapters differently than in training.
-
-A checkpoint that contains only adapters:
+arXiv:2312.03732). A checkpoint of adapters contains no other weights:
 
 actor/
   lora_adapter/adapter_model.safetensors   peft's names; also a value head that was trained
   lora_adapter/adapter_config.json         alpha, and the base model
   huggingface/                             config and tokenizer
-
-Other checkpoints contain adapters among the weights, under the names of a peft model.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -32,9 +26,6 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 #: prefix of module names in peft's files
 PREFIX = "base_model.model."
-
-_MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])\.(?P<adapter>[^.]+)\.weight")
-_FULLY_TRAINED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
 
 
 def has_adapters(folder: Path) -> bool:
@@ -56,17 +47,25 @@ class Adapters:
         base: weights under the names of the base model.
         trained: those that were trained in full, which replace base weights.
         matrices: lora_A and lora_B, under the names of peft's files.
+        settings: peft's adapter_config.json.
         quantized: base weights that training quantized.
     """
 
     base: dict[str, tuple[WeightSource, str]]
     trained: dict[str, tuple[WeightSource, str]]
     matrices: dict[str, tuple[WeightSource, str]]
+    settings: Mapping[str, Any]
     quantized: tuple[str, ...] = ()
 
 
 def over_base(folder: Path, base: Path) -> Adapters:
-    """The adapters of a folder that peft wrote, over the model of another folder."""
+    """The adapters of a folder that peft wrote, over the model of another folder. Raises ValueError without alpha."""
+    settings = read_json(folder / ADAPTER_CONFIG) if (folder / ADAPTER_CONFIG).is_file() else {}
+    if not settings.get("lora_alpha"):  # a guess would scale the adapters differently than in training
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG}: expected the lora_alpha of the training run, which scales the adapters, found "
+            f"{settings.get('lora_alpha')}"
+        )
     files, weights = SafetensorsFolder(folder, ADAPTER_WEIGHTS), SafetensorsFolder(base)
     matrices = {name: (files, name) for name in files.names() if ".lora_" in name}
     trained = {name.removeprefix(PREFIX): (files, name) for name in files.names() if name not in matrices}
@@ -75,65 +74,7 @@ def over_base(folder: Path, base: Path) -> Adapters:
         replaced.add("lm_head")
     kept = {name: (weights, name) for name in weights.names() if name.rpartition(".")[0] not in replaced}
     quantized = folder / QUANTIZED
-    return Adapters(kept, trained, matrices, tuple(read_json(quantized)) if quantized.is_file() else ())
-
-
-def among_weights(source: WeightSource) -> Adapters:
-    """The adapters in the weights of a peft model. Raises ValueError for others than one LoRA adapter."""
-    adapters, names = Adapters({}, {}, {}), set()
-    for stored in source.names():
-        name = stored.removeprefix(PREFIX)
-        if match := _MATRIX.fullmatch(name):
-            adapters.matrices[f"{PREFIX}{match['module']}.lora_{match['which']}.weight"] = source, stored
-            names.add(match["adapter"])
-        elif match := _FULLY_TRAINED.fullmatch(name):
-            adapters.trained[f"{match['module']}.{match['rest']}"] = source, stored
-        elif ".lora_" in name:
-            raise ValueError(f"{stored}: this type of adapter is not supported: expected lora_A, lora_B")
-        elif ".original_module." not in name:
-            adapters.base[name.replace(".base_layer", "")] = source, stored
-    if len(names) != 1:
-        raise ValueError(f"expected one adapter in the checkpoint, found {sorted(names)}")
-    return adapters
-
-
-# ---- scaling --------------------------------------------------------------------------------------------------------
-
-
-def lora_settings(folder: Path, alpha: float | None) -> dict[str, Any]:
-    """Return the adapter config of a checkpoint, with alpha.
-
-    A recorded alpha of 0 counts as missing, since older mergers wrote 0 for an unknown alpha.
-
-    Args:
-        alpha: The value given by the user; None to read it from the checkpoint.
-
-    Raises:
-        ValueError: If alpha is not recorded, or with different values.
-    """
-    path = folder / "lora_adapter" / ADAPTER_CONFIG
-    config = read_json(path) if path.is_file() else {}
-    if alpha is None:
-        alpha = _recorded_alpha(folder, path, config)
-    if not alpha > 0:
-        raise ValueError(f"--lora_alpha: expected a positive number, found {alpha}")
-    return config | {"lora_alpha": float(alpha)}
-
-
-def _recorded_alpha(folder: Path, path: Path, config: dict[str, Any]) -> float:
-    meta = folder / "lora_train_meta.json"
-    recorded = {
-        str(path): config.get("lora_alpha"),
-        str(meta): read_json(meta).get("lora_alpha") if meta.is_file() else None,
-    }
-    positive = {file: value for file, value in recorded.items() if value}
-    if len(set(positive.values())) != 1:
-        problem = f"has different values: {positive}" if positive else f"is not recorded in any of {sorted(recorded)}"
-        raise ValueError(
-            f"the checkpoint contains LoRA adapters, which are scaled by lora_alpha, and lora_alpha {problem}; "
-            "set the value of the training run: --lora_alpha N"
-        )
-    return next(iter(positive.values()))
+    return Adapters(kept, trained, matrices, settings, tuple(read_json(quantized)) if quantized.is_file() else ())
 
 
 # ---- the merged model -----------------------------------------------------------------------------------------------
@@ -143,14 +84,13 @@ class MergedAdapters(WeightSource):
     """The weights of a model with its adapters merged, in memory until they are read: each can be read once.
 
     Args:
-        settings: of `lora_settings`.
         config_folder: with the HuggingFace config.
 
     Raises:
         ValueError: peft is not installed, or adapters that do not match the model.
     """
 
-    def __init__(self, adapters: Adapters, settings: Mapping[str, Any], config_folder: Path, trust_remote_code: bool):
+    def __init__(self, adapters: Adapters, config_folder: Path, trust_remote_code: bool):
         weights = adapters.base | adapters.trained
         model = describe(config_folder, weights, trust_remote_code)
         tensors = {name: source.read(stored) for name, (source, stored) in weights.items()}
@@ -164,7 +104,7 @@ class MergedAdapters(WeightSource):
         self.is_untrained = not adapters.trained and not any(
             tensor.count_nonzero() for name, tensor in matrices.items() if name.endswith(".lora_B.weight")
         )
-        self._tensors = _merged(module, matrices, settings)
+        self._tensors = _merged(module, matrices, adapters.settings)
 
     def names(self) -> list[str]:
         return list(self._tensors)

@@ -101,13 +101,11 @@ class MergeOptions:
 
     local_dir: Path
     target_dir: Path
-    backend: str = "fsdp"
     dtype: str = "keep"
     max_shard_size: str | int = "5GB"
     base: str | None = None
     allow_unchanged: bool = False
     overwrite: bool = False
-    lora_alpha: float | None = None
     trust_remote_code: bool = False
 
 
@@ -118,8 +116,8 @@ def merge(options: MergeOptions) -> Path:
         ValueError: If the checkpoint is incomplete, its weights do not match the config, or the result differs from the
             checkpoint or lost what was learned by rounding. The target is not changed in this case.
     """
-    checkpoint = open_checkpoint(options.local_dir, options.base, options.backend)
-    export = _export(checkpoint, options.lora_alpha, options.trust_remote_code, DTYPES[options.dtype])
+    checkpoint = open_checkpoint(options.local_dir, options.base)
+    export = _export(checkpoint, options.trust_remote_code, DTYPES[options.dtype])
     target = resolved(options.target_dir)
     logger.info("%s: %s, %s", checkpoint.folder, checkpoint.format_name, type(export.model).__name__)
     _check_target(target, checkpoint, options.overwrite)
@@ -151,14 +149,7 @@ def merge(options: MergeOptions) -> Path:
     return target
 
 
-def compare(
-    backend: str,
-    local_dir: Path,
-    folder: Path,
-    lora_alpha: float | None,
-    trust_remote_code: bool,
-    base: str | None = None,
-) -> list[str]:
+def compare(local_dir: Path, folder: Path, trust_remote_code: bool = False, base: str | None = None) -> list[str]:
     """Compare a checkpoint, merged in memory, with a HuggingFace folder.
 
     The checkpoint's tensors are rounded to the dtype of the folder's. No other difference is tolerated, because a step
@@ -167,7 +158,7 @@ def compare(
     Returns:
         Descriptions of the differences; empty if there are none.
     """
-    export = _export(open_checkpoint(local_dir, base, backend), lora_alpha, trust_remote_code, None)
+    export = _export(open_checkpoint(local_dir, base), trust_remote_code, None)
     other = SafetensorsFolder(folder)
     others, tensors, faults = set(other.names()), disk_tensors(export.model, export.load()), []
     for name, tensor in tensors.items():
@@ -183,8 +174,8 @@ def compare(
     return [f"{name} is only in {folder}" for name in other.names() if name not in tensors] + faults
 
 
-def _export(checkpoint: Checkpoint, alpha: float | None, trust_remote_code: bool, dtype: torch.dtype | None) -> Export:
-    source = with_adapters_merged(checkpoint, alpha, trust_remote_code)
+def _export(checkpoint: Checkpoint, trust_remote_code: bool, dtype: torch.dtype | None) -> Export:
+    source = with_adapters_merged(checkpoint, trust_remote_code)
     return Export(source, describe(checkpoint.config_folder, source.names(), trust_remote_code), dtype)
 
 
