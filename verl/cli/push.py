@@ -1,4 +1,4 @@
-"""`verl push`: publish the model of a run on the Hugging Face Hub, with a model card that is made from the run's folder."""
+"""`verl push`: publish the model of a run on the Hugging Face Hub, with a model card made from the run's folder."""
 
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -13,8 +13,6 @@ from verl.tracking.runs import RecordedRun, open_run
 from verl.utils.paths import resolved
 from verl.utils.redaction import REDACTED, console_text, redacted
 
-#: of a model folder, files that are not published: the card is written anew
-_NOT_PUBLISHED = ("README.md", ".gitattributes")
 _CURVES = "curves.png"
 
 
@@ -30,7 +28,6 @@ def push(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the model card and the files, and upload nothing.")
     ] = False,
-    base: Annotated[str | None, typer.Option(help="base model of LoRA adapters, as for `verl merge`")] = None,
 ) -> None:
     """Publish a model on the Hugging Face Hub: weights, tokenizer, and a card with data, settings, curves and figures.
 
@@ -47,15 +44,14 @@ def push(
         source, step = open_source(checkpoint)
         record = _open_record(run, source)
         if dry_run:
-            curves = record is not None and bool(record.metrics)
-            names = [path.name for path in _model_files(source)]
-            typer.echo(console_text(model_card(repo, record, step)))
-            files = dict.fromkeys([*(name for name in names if name not in _NOT_PUBLISHED), "README.md"])
-            typer.echo("\n".join(["files:", *sorted([*files, *([_CURVES] if curves else [])])]))
-            typer.echo("model.safetensors: merged from the checkpoint" if _is_checkpoint(source) else "")
+            names = {path.name for path in _model_files(source)} | {"README.md"}
+            names |= {_CURVES} if record is not None and record.metrics else set()
+            typer.echo(console_text("\n".join([model_card(repo, record, step), "files:", *sorted(names)])))
+            if _is_checkpoint(source):
+                typer.echo("model.safetensors: merged from the checkpoint")
             return
         name = _create_repo(repo, private)  # before the merge, which may take long
-        with merged(source, base) as model:
+        with merged(source) as model:
             url = _upload(name, model, record, model_card(name, record, step))
     typer.echo(f"published: {url}\nserve it: vllm serve {name}")
 
@@ -93,12 +89,13 @@ def _open_record(run: Path | None, source: Path) -> RecordedRun | None:
 
 
 def _model_files(source: Path) -> list[Path]:
+    """The files to publish; not the card of the base model, nor those of git."""
     folder = source / "huggingface" if _is_checkpoint(source) else source
-    return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    return [path for path in folder.iterdir() if path.is_file() and path.name[0] != "." and path.name != "README.md"]
 
 
 @contextmanager
-def merged(source: Path, base: str | None = None) -> Iterator[Path]:
+def merged(source: Path) -> Iterator[Path]:
     """The folder of the model. A checkpoint is merged into a temporary folder on its own disk."""
     if not _is_checkpoint(source):
         yield source
@@ -106,7 +103,7 @@ def merged(source: Path, base: str | None = None) -> Iterator[Path]:
     from verl.model_merger.merge import MergeOptions, merge
 
     with tempfile.TemporaryDirectory(prefix=".push-", dir=source.parent.parent) as draft:
-        yield merge(MergeOptions(source, Path(draft) / "model", base=base))
+        yield merge(MergeOptions(source, Path(draft) / "model"))
 
 
 def _create_repo(repo: str, private: bool) -> str:
@@ -146,7 +143,6 @@ def _upload(repo: str, model: Path, record: RecordedRun | None, card: str) -> st
     from verl.tracking.curves import save_curves
 
     files: dict[str, Path | bytes] = {path.name: path for path in _model_files(model)}
-    files = {name: path for name, path in files.items() if name not in _NOT_PUBLISHED}
     files["README.md"] = card.encode()
     with tempfile.TemporaryDirectory() as folder:
         if record is not None and record.metrics:
@@ -167,31 +163,22 @@ def model_card(repo: str, record: RecordedRun | None, step: int | None) -> str:
     """
     from huggingface_hub import ModelCardData
 
-    settings = {} if record is None else {key: _public(value) for key, value in redacted(record.config).items()}
-    data, model = settings.get("data.train_files"), None if record is None else record.config.get(_model_key(settings))
-    is_hub_id = isinstance(model, str) and model.count("/") == 1 and not Path(model).expanduser().exists()
-    tags = ["verl", *([] if record is None else [record.algorithm])]
-    base_model = model if is_hub_id else None
-    metadata = ModelCardData(
-        library_name="transformers", pipeline_tag="text-generation", tags=tags, base_model=base_model
-    )
-    sections = [f"---\n{metadata.to_yaml()}\n---\n\n# {repo.rpartition('/')[2]}"]
+    metadata = ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=["verl"])
+    sections = [f"# {repo.rpartition('/')[2]}"]
     if record is not None:
-        steps = record.steps if step is None else step
+        metadata.tags.append(record.algorithm)
+        if record.model_path.count("/") == 1 and not Path(record.model_path).exists():  # an id of the Hub
+            metadata.base_model = record.model_path
+        settings = {key: _public(value) for key, value in redacted(record.config).items()}
+        steps, data = record.steps if step is None else step, settings.get("data.train_files", [])
         rows = {"algorithm": record.algorithm, "base model": record.model, "steps": steps}
-        if data is not None:
-            rows["training data"] = ", ".join(map(str, data if isinstance(data, list) else [data]))
+        rows["training data"] = ", ".join(map(str, data if isinstance(data, list) else [data]))
         sections += [_table(("training", ""), rows), *_figures(record, steps)]
-        changed = record.about.get("changed") or settings
-        # a setting that is not saved is not published, not even its name's placeholder
-        shown = {key: settings[key] for key in changed if key in settings and REDACTED not in str(settings[key])}
-        sections.append("## Settings\n\n```\n" + "\n".join(f"{key}={value}" for key, value in shown.items()) + "\n```")
+        changed = [key for key in record.about.get("changed") or settings if REDACTED not in str(settings.get(key))]
+        lines = [f"{key}={settings[key]}" for key in changed if key in settings]
+        sections.append("\n".join(["## Settings\n\n```", *lines, "```"]))
     sections.append(f"## Use\n\n```bash\nvllm serve {repo}\n```")
-    return "\n\n".join(sections) + "\n"
-
-
-def _model_key(settings: Mapping[str, Any]) -> str:
-    return next((key for key in ("actor_rollout_ref.model.path", "model.path") if key in settings), "")
+    return "\n\n".join([f"---\n{metadata.to_yaml()}\n---", *sections]) + "\n"
 
 
 def _figures(record: RecordedRun, step: int) -> list[str]:

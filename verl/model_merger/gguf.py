@@ -1,15 +1,14 @@
 """Writes a Hugging Face model as a GGUF file, the format of llama.cpp and Ollama. Needs the package `gguf`.
 
-One tensor is in memory at a time. Vectors (norms, biases) stay in float32, as llama.cpp expects.
+Tensors are collected in a temporary file (TMPDIR), not in memory. Vectors (norms, biases) stay in float32, as llama.cpp
+expects.
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import torch
 from transformers import AutoConfig, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -32,9 +31,7 @@ _FILE_TYPES = {
     "bf16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
-_SUFFIX = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # % digits of a number
-)
+_SUFFIX = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # % digits of a number
 #: how tokenizer.json splits text before BPE -> llama.cpp's name (tokenizer.ggml.pre)
 _PRE_TOKENIZERS = {
     (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + _SUFFIX % "{1,3}",): "llama-bpe",
@@ -60,20 +57,21 @@ def export_gguf(model: Path, out: Path, type_name: str = "f16", pre_tokenizer: s
     """
     if type_name not in _FILE_TYPES:
         raise ValueError(f"--type {type_name}: {did_you_mean(type_name, _FILE_TYPES)}")
-    config, weights = AutoConfig.from_pretrained(model), SafetensorsFolder(model)
+    config = AutoConfig.from_pretrained(model)
     _check_supported(config)
-    architecture = _ARCHITECTURES[config.model_type]
     quantization, file_type = _FILE_TYPES[type_name]
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"model-{type_name}.gguf"
     with atomic_write(path) as draft:
-        writer = gguf.GGUFWriter(draft, gguf.MODEL_ARCH_NAMES[architecture])
+        writer = gguf.GGUFWriter(draft, gguf.MODEL_ARCH_NAMES[_ARCHITECTURES[config.model_type]], use_temp_file=True)
         writer.add_file_type(file_type)
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _add_config(writer, config)
         eos = _add_tokenizer(writer, model, config.vocab_size, pre_tokenizer)
-        names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-        _write_tensors(writer, list(_tensors(weights, config, names)), quantization)
+        _add_tensors(writer, SafetensorsFolder(model), config, quantization)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
         writer.close()
     lines = [f"FROM ./{path.name}", f"PARAMETER num_ctx {min(config.max_position_embeddings, 8192)}"]
     lines += [f"PARAMETER stop {json.dumps(eos, ensure_ascii=False)}"] if eos else []
@@ -135,19 +133,17 @@ def _add_tokenizer(writer: gguf.GGUFWriter, model: Path, vocab_size: int, pre_to
     vocabulary = {number: token for token, number in tokenizer.get_vocab().items()}
     if max(vocabulary) >= vocab_size:
         raise ValueError(f"{path} has the token {max(vocabulary)}, and the model only {vocab_size} embeddings")
-    types, added = [], tokenizer.added_tokens_decoder
-    for number in range(vocab_size):
-        if number not in vocabulary:
-            types.append(gguf.TokenType.UNUSED)
-        elif number in added:
-            types.append(gguf.TokenType.CONTROL if added[number].special else gguf.TokenType.USER_DEFINED)
-        else:
-            types.append(gguf.TokenType.NORMAL)
+    types = [gguf.TokenType.NORMAL if number in vocabulary else gguf.TokenType.UNUSED for number in range(vocab_size)]
+    for number, token in tokenizer.added_tokens_decoder.items():
+        types[number] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre_tokenizer or _pre_tokenizer_name(stored.get("pre_tokenizer"), path))
     writer.add_token_list([vocabulary.get(number, f"[PAD{number}]") for number in range(vocab_size)])
     writer.add_token_types(types)
-    gguf.SpecialVocab(model, load_merges=True).add_to_gguf(writer, quiet=True)
+    special, ids = gguf.SpecialVocab(model, load_merges=True), tokenizer("a")["input_ids"]
+    # llama.cpp's defaults depend on the pre-tokenizer
+    special.add_special_token = {"bos": ids[0] == tokenizer.bos_token_id, "eos": ids[-1] == tokenizer.eos_token_id}
+    special.add_to_gguf(writer, quiet=True)
     return tokenizer.eos_token
 
 
@@ -175,50 +171,32 @@ def _pre_tokenizer_name(pre_tokenizer: dict[str, Any] | None, path: Path) -> str
 # ---- tensors --------------------------------------------------------------------------------------------------------
 
 
-def _tensors(weights: SafetensorsFolder, config: Any, names: gguf.TensorNameMap) -> Iterator[tuple[str, Any]]:
-    """(name in GGUF, shape and function that reads the tensor)."""
-    is_llama = _ARCHITECTURES[config.model_type] == gguf.MODEL_ARCH.LLAMA
-    for name, shape in weights.shapes().items():
+def _add_tensors(
+    writer: gguf.GGUFWriter, weights: SafetensorsFolder, config: Any, quantization: gguf.GGMLQuantizationType
+) -> None:
+    architecture = _ARCHITECTURES[config.model_type]
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    block = gguf.GGML_QUANT_SIZES[quantization][0]
+    for name in weights.names():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        target, tensor = names.get_name(name, try_suffixes=(".weight", ".bias")), weights.read(name).float()
         if target is None:
             raise ValueError(f"the tensor {name} of {config.model_type} has no name in GGUF")
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        count = heads.get(name.split(".")[-2]) if is_llama else None
-
-        def read(name: str = name, count: int | None = count) -> np.ndarray:
-            tensor = weights.read(name).float()
-            return (_interleaved(tensor, count) if count else tensor).numpy()
-
-        yield target, (shape, read)
-    if _rope(config)["rope_type"] == "llama3":  # divisors of the frequencies
-        inverse = [ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]]
-        size = 2 * len(inverse[0])
-        inverse.append(1.0 / _rope(config)["rope_theta"] ** (torch.arange(0, size, 2) / size))
-        yield "rope_freqs.weight", (tuple(inverse[0].shape), lambda: (inverse[1] / inverse[0]).numpy())
+        layer = name.split(".")[-2]
+        if layer in heads and architecture == gguf.MODEL_ARCH.LLAMA:
+            tensor = _interleaved(tensor, heads[layer])
+        is_matrix = tensor.dim() > 1 and tensor.shape[-1] % block == 0
+        kind = quantization if is_matrix else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(target, gguf.quantize(tensor.numpy(), kind), raw_dtype=kind)
+    if _rope(config)["rope_type"] == "llama3":
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        exponents = torch.arange(len(scaled), dtype=torch.float64) / len(scaled)
+        divisors = 1 / (_rope(config)["rope_theta"] ** exponents * scaled)
+        writer.add_tensor("rope_freqs.weight", divisors.float().numpy())
 
 
 def _interleaved(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Rows of a projection in llama.cpp's order: it rotates neighbours (0, 1), transformers (0, head_dim / 2)."""
     return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape).contiguous()
-
-
-def _write_tensors(
-    writer: gguf.GGUFWriter, tensors: list[tuple[str, Any]], quantization: gguf.GGMLQuantizationType
-) -> None:
-    """Write the header and all tensors, one after the other."""
-    kinds = []
-    for name, (shape, _) in tensors:
-        block, size = gguf.GGML_QUANT_SIZES[quantization]
-        kind = quantization if len(shape) > 1 and shape[-1] % block == 0 else gguf.GGMLQuantizationType.F32
-        block, size = gguf.GGML_QUANT_SIZES[kind]
-        count = int(np.prod(shape)) // block * size
-        stored = gguf.quant_shape_to_byte_shape(shape, kind)
-        writer.add_tensor_info(name, stored, np.dtype(np.uint8), count, raw_dtype=kind)
-        kinds.append(kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for (_, (_, read)), kind in zip(tensors, kinds):
-        writer.write_tensor_data(gguf.quantize(read(), kind))
