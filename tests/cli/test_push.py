@@ -2,25 +2,23 @@
 
 import base64
 import json
-import os
 import socket
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import uvicorn
 import yaml
+from huggingface_hub import constants
 from safetensors.torch import load_file
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
-from tests.programs import run_python
-
-ROOT = Path(__file__).parents[2]
+from verl.cli.app import app
 
 
 class Hub:
@@ -120,16 +118,26 @@ def run(tmp_path_factory):
     return folder
 
 
-def push(hub, *arguments: str, token: str | None = "hf_writer"):
-    env = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    env |= {"HF_TOKEN": token} if token else {"HF_TOKEN": "", "HF_HOME": "/nonexistent"}
-    return run_python("-m", "verl", "push", *map(str, arguments), cwd=ROOT, env=env)
+@pytest.fixture
+def push(hub, monkeypatch):
+    """Runs the command; returns its exit status and output."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent/token")
+
+    def command(*arguments: object, token: str = "hf_writer") -> tuple[int, str]:
+        monkeypatch.setenv("HF_TOKEN", token)
+        done = CliRunner().invoke(app, ["push", *map(str, arguments)])
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+        return done.exit_code, done.output
+
+    return command
 
 
-def test_a_checkpoint_is_merged_and_published_with_its_card(hub, run):
-    done = push(hub, run / "global_step_2", "ada/sums", "--private")
-    assert done.returncode == 0, done.stderr
-    assert "vllm serve ada/sums" in done.stdout and "/ada/sums/commit/1" in done.stdout
+def test_a_checkpoint_is_merged_and_published_with_its_card(push, hub, run):
+    status, output = push(run / "global_step_2", "ada/sums", "--private")
+    assert status == 0, output
+    assert "vllm serve ada/sums" in output and "/ada/sums/commit/1" in output
     repository = hub.repositories["ada/sums"]
     files = repository["files"]
     names = {"README.md", "config.json", "curves.png", "generation_config.json", "model.safetensors"}
@@ -143,29 +151,29 @@ def test_a_checkpoint_is_merged_and_published_with_its_card(hub, run):
     assert not [path for path in run.rglob(".push-*")]
 
 
-def test_the_card(hub, run):
-    done = push(hub, run / "global_step_2", "ada/other", "--dry-run")
-    assert done.returncode == 0 and "ada/other" not in hub.repositories
-    card, _, files = done.stdout.partition("files:\n")
+def test_the_card(push, hub, run):
+    status, output = push(run / "global_step_2", "ada/other", "--dry-run")
+    assert status == 0 and "ada/other" not in hub.repositories
+    card, _, files = output.partition("files:\n")
     _, metadata, text = card.split("---\n", 2)
     expected = {"library_name": "transformers", "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct"}
     assert yaml.safe_load(metadata).items() >= expected.items() and yaml.safe_load(metadata)["tags"] == ["verl", "grpo"]
     assert "| critic/score/mean | 0.125 (step 1) | 0.25 (step 2) |" in text  # not of steps after the checkpoint
     assert "0.375 (step 2) | 0.375 (step 2)" in text and "0.875" not in text
     assert "actor_rollout_ref.actor.optim.lr=1e-05" in text and "trainer.seed" not in text
-    assert "0123456789abcdef" not in done.stdout and "/home/ada" not in done.stdout and "train.parquet" in text
+    assert "0123456789abcdef" not in output and "/home/ada" not in output and "train.parquet" in text
     assert files.split()[:2] == ["README.md", "config.json"] and "merged from the checkpoint" in files
 
 
-def test_refusals(hub, run):
+def test_refusals(push, hub, run):
     hub.repositories["ada/open"] = {"private": False, "files": {}}
     for arguments, token, message in (
         ((run / "global_step_2", "ada/open", "--private"), "hf_writer", "ada/open exists and is public"),
         ((run / "global_step_2", "ada/sums"), "hf_reader", "HF_TOKEN"),
-        ((run / "global_step_2", "ada/sums"), None, "no token found"),
+        ((run / "global_step_2", "ada/sums"), "", "no token found"),
         ((run / "global_step_3", "ada/sums"), "hf_writer", "expected a checkpoint"),
         ((run / "global_step_2", "a/b/c"), "hf_writer", "a/b/c"),
     ):
-        done = push(hub, *arguments, token=token)
-        assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+        status, output = push(*arguments, token=token)
+        assert status == 1 and message in output, output
     assert hub.repositories["ada/open"]["files"] == {}

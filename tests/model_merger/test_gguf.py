@@ -10,7 +10,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
-    MistralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
@@ -26,7 +25,6 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 CONFIGS = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=True, rope_theta=5000.0),
     "llama-bias": LlamaConfig(**SIZES, attention_bias=True, head_dim=32),
-    "mistral": MistralConfig(**SIZES, sliding_window=None),
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=128),  # transformers reads no other head_dim from a file
 }

@@ -4,14 +4,15 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl.tracking.formatting import Series
-from verl.tracking.runs import RecordedRun, open_run
 from verl.utils.paths import resolved
 from verl.utils.redaction import REDACTED, console_text, redacted
+
+if TYPE_CHECKING:  # imports numpy, which --help does not need
+    from verl.tracking.runs import RecordedRun
 
 _CURVES = "curves.png"
 
@@ -35,6 +36,7 @@ def push(
     """
     from huggingface_hub.utils import validate_repo_id
 
+    from verl.tracking.curves import save_curves
     from verl.trainer.startup.command_line import user_errors
     from verl.utils.log import setup_logging
 
@@ -45,14 +47,18 @@ def push(
         record = _open_record(run, source)
         if dry_run:
             names = {path.name for path in _model_files(source)} | {"README.md"}
-            names |= {_CURVES} if record is not None and record.metrics else set()
+            names |= {_CURVES} if _has_curves(record) else set()
             typer.echo(console_text("\n".join([model_card(repo, record, step), "files:", *sorted(names)])))
             if _is_checkpoint(source):
                 typer.echo("model.safetensors: merged from the checkpoint")
             return
-        name = _create_repo(repo, private)  # before the merge, which may take long
-        with merged(source) as model:
-            url = _upload(name, model, record, model_card(name, record, step))
+        with tempfile.TemporaryDirectory() as folder:
+            files = (
+                [save_curves(record.folder / "metrics.jsonl", Path(folder) / _CURVES)] if _has_curves(record) else []
+            )
+            name = _create_repo(repo, private)  # before the merge, which may take long
+            with merged(source) as model:
+                url = _upload(name, [*_model_files(model), *plots], model_card(name, record, step))
     typer.echo(f"published: {url}\nserve it: vllm serve {name}")
 
 
@@ -77,8 +83,10 @@ def _is_checkpoint(folder: Path) -> bool:
     return (folder / "huggingface").is_dir()
 
 
-def _open_record(run: Path | None, source: Path) -> RecordedRun | None:
+def _open_record(run: Path | None, source: Path) -> "RecordedRun | None":
     """The record of the run: of the folder `run`, or of the nearest one above the checkpoint; None if there is none."""
+    from verl.tracking.runs import open_run
+
     if run is not None:
         return open_run(run)
     above = (path for path in source.parents if any((path / name).is_file() for name in ("run.json", "metrics.jsonl")))
@@ -86,6 +94,12 @@ def _open_record(run: Path | None, source: Path) -> RecordedRun | None:
     if folder is None:
         typer.echo(f"no run is recorded above {source}: the card has no figures; set --run FOLDER", err=True)
     return None if folder is None else open_run(folder)
+
+
+def _has_curves(record: "RecordedRun | None") -> bool:
+    from verl.tracking.curves import PANELS
+
+    return record is not None and any(name in record.metrics for names in PANELS.values() for name in names)
 
 
 def _model_files(source: Path) -> list[Path]:
@@ -136,27 +150,19 @@ def _hub_errors(repo: str) -> Iterator[None]:
         raise ValueError(f"{repo} is not published at {constants.ENDPOINT}: {error}; {hint}") from None
 
 
-def _upload(repo: str, model: Path, record: RecordedRun | None, card: str) -> str:
-    """Upload all files as one commit. Returns the address of the commit."""
+def _upload(repo: str, files: list[Path], card: str) -> str:
+    """Upload all files as one commit. Returns its address."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    from verl.tracking.curves import save_curves
-
-    files: dict[str, Path | bytes] = {path.name: path for path in _model_files(model)}
-    files["README.md"] = card.encode()
-    with tempfile.TemporaryDirectory() as folder:
-        if record is not None and record.metrics:
-            files[_CURVES] = save_curves(record.folder / "metrics.jsonl", Path(folder) / _CURVES)
-        operations = [CommitOperationAdd(name, file) for name, file in files.items()]
-        message = "Upload model" if record is None else f"Upload the model of {record.name}"
-        with _hub_errors(repo):
-            return HfApi().create_commit(repo, operations, commit_message=message).commit_url
+    operations = [CommitOperationAdd("README.md", card.encode()), *(CommitOperationAdd(p.name, p) for p in files)]
+    with _hub_errors(repo):
+        return HfApi().create_commit(repo, operations, commit_message="Upload the model").commit_url
 
 
 # ---- the card -------------------------------------------------------------------------------------------------------
 
 
-def model_card(repo: str, record: RecordedRun | None, step: int | None) -> str:
+def model_card(repo: str, record: "RecordedRun | None", step: int | None) -> str:
     """The README of a model: metadata of the Hub, figures up to `step`, data, settings without secrets, and use.
 
     Absolute paths are cut to their last part.
@@ -181,15 +187,15 @@ def model_card(repo: str, record: RecordedRun | None, step: int | None) -> str:
     return "\n\n".join([f"---\n{metadata.to_yaml()}\n---", *sections]) + "\n"
 
 
-def _figures(record: RecordedRun, step: int) -> list[str]:
+def _figures(record: "RecordedRun", step: int) -> list[str]:
     """The sections of curves and results: first value, and the last one that is not after `step`."""
     rows = {}
     for name in (record.reward_name, *record.validation_names):
-        series: Series = [point for point in record.metrics.get(name or "", ()) if point[0] <= step]
+        series = [point for point in record.metrics.get(name or "", ()) if point[0] <= step]
         if series:
             label = record.validation_label(name) if name in record.validation_names else name
             rows[label] = f"{series[0][1]:.4g} (step {series[0][0]}) | {series[-1][1]:.4g} (step {series[-1][0]})"
-    curves = [f"![Learning curves]({_CURVES})"] if record.metrics else []
+    curves = [f"![Learning curves]({_CURVES})"] if _has_curves(record) else []
     return ["## Results\n\n" + _table(("metric", "first", "this model"), rows), *curves] if rows else curves
 
 

@@ -21,7 +21,6 @@ from verl.utils.paths import read_json
 #: model_type of transformers -> architecture of llama.cpp
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
-    "mistral": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
 }
@@ -92,12 +91,10 @@ def _check_supported(config: Any) -> None:
     if config.model_type not in _ARCHITECTURES:
         names = ", ".join(_ARCHITECTURES)
         raise ValueError(f"model_type {config.model_type!r} cannot be exported: expected one of {names}")
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
-        config.model_type == "mistral" and config.sliding_window
-    ):
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise ValueError("a model with sliding-window attention cannot be exported: its window would be ignored")
-    rope, has_factors = _rope(config), _ARCHITECTURES[config.model_type] == gguf.MODEL_ARCH.LLAMA
-    if rope["rope_type"] not in (("default", "linear", "llama3") if has_factors else ("default", "linear")):
+    rope, is_llama = _rope(config), config.model_type == "llama"
+    if rope["rope_type"] not in ("default", "linear", *(["llama3"] if is_llama else [])):
         raise ValueError(f"rope_type {rope['rope_type']!r} of {config.model_type} cannot be exported")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("a model with partial_rotary_factor cannot be exported")
