@@ -53,9 +53,9 @@ def push(
                 typer.echo("model.safetensors: merged from the checkpoint")
             return
         with tempfile.TemporaryDirectory() as folder:
-            files = (
-                [save_curves(record.folder / "metrics.jsonl", Path(folder) / _CURVES)] if _has_curves(record) else []
-            )
+            plots = []
+            if _has_curves(record):
+                plots.append(save_curves(record.folder / "metrics.jsonl", Path(folder) / _CURVES))
             name = _create_repo(repo, private)  # before the merge, which may take long
             with merged(source) as model:
                 url = _upload(name, [*_model_files(model), *plots], model_card(name, record, step))
