@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -69,27 +70,38 @@ def logits(model):
         return model(torch.arange(24).reshape(2, 12) * 13 % 300).logits
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_file_has_the_same_logits(name, tmp_path):
-    expected = logits(write_model(tmp_path / "model", CONFIGS[name]))
-    for kind, limit in (("f32", 1e-5), ("bf16", 0.05), ("q8_0", 0.05)):
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_the_file_is_the_model(name, tmp_path):
+    model = write_model(tmp_path / "model", CONFIGS[name])
+    for kind in ("f32", "f16", "bf16", "q8_0"):
         status, text = export(tmp_path / "model", tmp_path / "out", "--type", kind)
         assert status == 0, text
-        read = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "out", gguf_file=f"model-{kind}.gguf", dtype=torch.float32
-        )
-        if name == "llama-bias":  # the reader does not set attention_bias: compared below
-            return check_biases(tmp_path)
-        error = (logits(read) - expected).abs().max() / expected.abs().max()
-        assert error <= limit and (kind == "f32" or error > 0)
+        read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file=f"model-{kind}.gguf", dtype="float32")
+        if kind == "f32":
+            torch.testing.assert_close(logits(read), logits(model), rtol=0, atol=1e-5)
+        pairs = [(weight, read.get_parameter(key)) for key, weight in model.named_parameters()]
+        assert all(torch.equal(before, after) for before, after in pairs if before.dim() == 1 or kind == "f32")
+        errors = [(largest_error(before, kind) - (before - after).abs()).min() for before, after in pairs]
+        assert min(errors) >= 0
+        assert kind == "f32" or not all(torch.equal(before, after) for before, after in pairs)
 
 
-def check_biases(folder):
+def largest_error(weights, kind):
+    """Half a unit in the last place; for q8_0, half of 1 / 127 of the block's largest, and the scale's own rounding."""
+    if kind == "f32":
+        return torch.zeros_like(weights)
+    if kind == "q8_0" and weights.dim() > 1:
+        largest = weights.reshape(-1, 32).abs().amax(-1, keepdim=True).expand(-1, 32).reshape(weights.shape)
+        return largest * (0.5 / 127 + 2**-11 + 1e-6)
+    return weights.abs() * {"f16": 2**-11, "bf16": 2**-8}.get(kind, 0) + 1e-7
+
+
+def test_biases(tmp_path):
     """The rows of a query bias are in the order of llama.cpp: neighbours are rotated together."""
-    from safetensors.numpy import load_file
-
-    stored = {item.name: item.data for item in gguf.GGUFReader(folder / "out" / "model-f32.gguf").tensors}
-    bias = load_file(folder / "model" / "model.safetensors")["model.layers.1.self_attn.q_proj.bias"].reshape(4, 32)
+    write_model(tmp_path / "model", CONFIGS["llama-bias"])
+    assert export(tmp_path / "model", tmp_path / "out", "--type", "f32")[0] == 0
+    stored = {item.name: item.data for item in gguf.GGUFReader(tmp_path / "out" / "model-f32.gguf").tensors}
+    bias = load_file(tmp_path / "model" / "model.safetensors")["model.layers.1.self_attn.q_proj.bias"].reshape(4, 32)
     for row in (0, 1, 15):  # rows i and i + 16 of a head of 32
         np.testing.assert_array_equal(stored["blk.1.attn_q.bias"].reshape(4, 32)[:, 2 * row], bias[:, row])
         np.testing.assert_array_equal(stored["blk.1.attn_q.bias"].reshape(4, 32)[:, 2 * row + 1], bias[:, row + 16])

@@ -93,7 +93,11 @@ def test_callbacks_of_the_command_line(settings, tmp_path):
 
 @pytest.mark.parametrize(
     "name, message",
-    [("one_argument", "a function of (view, report)"), ("cals", "did you mean 'calls'"), ("calls", "not callable")],
+    [
+        ("one_argument", "a function of (view, report)"),
+        ("cals", "did you mean 'calls'"),
+        ("calls", "not a callable object"),
+    ],
 )
 def test_callbacks_that_are_none(name, message, tmp_path):
     (tmp_path / "callbacks.py").write_text(CALLBACKS)
