@@ -104,7 +104,7 @@ def run(tmp_path_factory):
     config = {
         "algorithm.adv_estimator": "grpo",
         "actor_rollout_ref.model.path": "HuggingFaceTB/SmolLM2-135M-Instruct",
-        "data.train_files": ["/home/ada/secret_project/train.parquet"],
+        "data.train_files": ["/data/ada/secret_project/train.parquet"],
         "actor_rollout_ref.actor.optim.lr": 1e-5,
         "trainer.worker_env": {"WANDB_API_KEY": "0123456789abcdef"},
         "trainer.seed": 42,
@@ -161,7 +161,7 @@ def test_the_card(push, hub, run):
     assert "| critic/score/mean | 0.125 (step 1) | 0.25 (step 2) |" in text  # not of steps after the checkpoint
     assert "0.375 (step 2) | 0.375 (step 2)" in text and "0.875" not in text
     assert "actor_rollout_ref.actor.optim.lr=1e-05" in text and "trainer.seed" not in text
-    assert "0123456789abcdef" not in output and "/home/ada" not in output and "train.parquet" in text
+    assert "0123456789abcdef" not in output and "/data/ada" not in output and "train.parquet" in text
     assert files.split()[:2] == ["README.md", "config.json"] and "merged from the checkpoint" in files
 
 
