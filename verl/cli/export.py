@@ -36,7 +36,7 @@ def gguf(
         try:
             from verl.model_merger.gguf import export_gguf
         except ModuleNotFoundError as error:
-            raise ImportError(f"verl export gguf needs {error.name}: pip install 'verl[gguf]'") from None
+            raise ImportError(f"verl export gguf needs {error.name}: pip install gguf") from None
         source, _ = open_source(model)
         with merged(source) as folder:
             path = export_gguf(folder, out, type_name, pre_tokenizer)

@@ -196,7 +196,7 @@ def _figures(record: "RecordedRun", step: int) -> list[str]:
             label = record.validation_label(name) if name in record.validation_names else name
             rows[label] = f"{series[0][1]:.4g} (step {series[0][0]}) | {series[-1][1]:.4g} (step {series[-1][0]})"
     curves = [f"![Learning curves]({_CURVES})"] if _has_curves(record) else []
-    return ["## Results\n\n" + _table(("metric", "first", "this model"), rows), *curves] if rows else curves
+    return ["## Results\n\n" + _table(("metric", "first", "latest"), rows), *curves] if rows else curves
 
 
 def _table(heading: tuple[str, ...], rows: Mapping[str, Any]) -> str:

@@ -125,16 +125,16 @@ def _add_tokenizer(writer: gguf.GGUFWriter, model: Path, vocab_size: int, pre_to
     path = model / "tokenizer.json"
     stored = read_json(path) if path.is_file() else {"model": {}}
     if stored["model"].get("type") != "BPE" or stored["model"].get("byte_fallback"):
-        raise ValueError(f"{path}: expected a byte-level BPE tokenizer, as of GPT-2, Llama 3, Qwen or SmolLM")
+        raise ValueError(f"{path.name}: expected a byte-level BPE tokenizer, as of GPT-2, Llama 3, Qwen or SmolLM")
     tokenizer = AutoTokenizer.from_pretrained(model)
     vocabulary = {number: token for token, number in tokenizer.get_vocab().items()}
     if max(vocabulary) >= vocab_size:
-        raise ValueError(f"{path} has the token {max(vocabulary)}, and the model only {vocab_size} embeddings")
+        raise ValueError(f"{path.name} has the token {max(vocabulary)}, and the model only {vocab_size} embeddings")
     types = [gguf.TokenType.NORMAL if number in vocabulary else gguf.TokenType.UNUSED for number in range(vocab_size)]
     for number, token in tokenizer.added_tokens_decoder.items():
         types[number] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre_tokenizer or _pre_tokenizer_name(stored.get("pre_tokenizer"), path))
+    writer.add_tokenizer_pre(pre_tokenizer or _pre_tokenizer_name(stored.get("pre_tokenizer") or {}))
     writer.add_token_list([vocabulary.get(number, f"[PAD{number}]") for number in range(vocab_size)])
     writer.add_token_types(types)
     special, ids = gguf.SpecialVocab(model, load_merges=True), tokenizer("a")["input_ids"]
@@ -144,9 +144,9 @@ def _add_tokenizer(writer: gguf.GGUFWriter, model: Path, vocab_size: int, pre_to
     return tokenizer.eos_token
 
 
-def _pre_tokenizer_name(pre_tokenizer: dict[str, Any] | None, path: Path) -> str:
+def _pre_tokenizer_name(pre_tokenizer: dict[str, Any]) -> str:
     """llama.cpp's name of a pre-tokenizer. Raises ValueError if there is none."""
-    steps = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     rule = []
     for step in steps:
         if step.get("type") == "Split":
@@ -159,7 +159,7 @@ def _pre_tokenizer_name(pre_tokenizer: dict[str, Any] | None, path: Path) -> str
             rule.append(str(step))
     if tuple(rule) not in _PRE_TOKENIZERS:
         raise ValueError(
-            f"{path}: its pre_tokenizer {rule} has no known name in llama.cpp, which would split text differently: "
+            f"tokenizer.json: its pre_tokenizer {rule} has no known name in llama.cpp, which would split text differently: "
             "set the name with --pre-tokenizer"
         )
     return _PRE_TOKENIZERS[tuple(rule)]
