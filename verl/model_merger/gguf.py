@@ -159,8 +159,8 @@ def _pre_tokenizer_name(pre_tokenizer: dict[str, Any]) -> str:
             rule.append(str(step))
     if tuple(rule) not in _PRE_TOKENIZERS:
         raise ValueError(
-            f"tokenizer.json: its pre_tokenizer {rule} has no known name in llama.cpp, which would split text differently: "
-            "set the name with --pre-tokenizer"
+            f"tokenizer.json: its pre_tokenizer {rule} has no known name in llama.cpp, which would split text "
+            "differently: set the name with --pre-tokenizer"
         )
     return _PRE_TOKENIZERS[tuple(rule)]
 
