@@ -10,7 +10,7 @@ import verl
 ROOT = Path(__file__).parents[1]
 
 HEAVY = {"torch", "transformers", "tensordict", "numpy", "ray", "vllm", "sglang", "megatron", "datasets", "pandas"}
-OPTIONAL = {"ray", "vllm", "sglang", "megatron", "liger_kernel", "matplotlib", "wandb", "mlflow", "swanlab"}
+OPTIONAL = {"ray", "vllm", "sglang", "megatron", "liger_kernel", "matplotlib", "wandb", "mlflow", "swanlab", "gguf"}
 
 #: modules that are the adapter of an optional package and nothing else
 ADAPTERS = {
@@ -19,6 +19,7 @@ ADAPTERS = {
     "verl.single_controller.ray.public",
     "verl.single_controller.ray.rank_actor",
     *(f"verl.engines.megatron.{name}" for name in ("checkpoint", "convert", "engine", "experts", "memory", "model")),
+    "verl.model_merger.gguf",
     # kernels for a GPU, written in Triton
     "verl.modeling.fp8_triton",
     "verl.modeling.layers_triton",

@@ -4,13 +4,14 @@ import ast
 import functools
 import importlib.util
 import math
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.trainer.runs import steps_in
 from verl.trainer.base import GUARDS
-from verl.trainer.guards.base import CONTINUE, RESTART, ROLL_BACK, SKIP, STOP, Guard
+from verl.trainer.guards.base import CONTINUE, RESTART, ROLL_BACK, SKIP, STOP, Guard, load_callbacks
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.startup import launch
 
@@ -52,6 +53,58 @@ def test_a_guard_of_a_users_file_ends_the_run(settings, tmp_path, monkeypatch, c
     assert trainer.global_step == 2 and trainer.view.end_reason == "mine is NaN"
     assert "stopped at step 2 of 4: mine is NaN" in caplog.text
     assert steps_in(tmp_path / "run") == [2], "a normal end, which is saved"
+
+
+CALLBACKS = """
+from verl.trainer.guards.base import STOP, Guard
+
+calls = []
+
+
+def until_second(view, report):
+    calls.append((view.step, report["critic/score/mean"] == view.metrics["critic/score/mean"]))
+    return STOP("two are enough") if report.step == 2 else None
+
+
+class Counted(Guard):
+    def before_step(self, view):
+        calls.append(view.total_steps)
+
+
+class Recorder:
+    def __call__(self, view, report):
+        calls.append("recorded")
+
+
+def one_argument(report): ...
+"""
+
+
+def test_callbacks_of_the_command_line(settings, tmp_path):
+    (tmp_path / "callbacks.py").write_text(CALLBACKS)
+    names = ("until_second", "Counted", "Recorder")
+    callbacks = ",".join(f"{tmp_path / 'callbacks.py'}:{name}" for name in names)
+    trainer = LocalPPOTrainer(overrides=[*settings, *GRPO, f"trainer.callbacks=[{callbacks}]"])
+    trainer.fit()
+    assert trainer.global_step == 2 and trainer.view.end_reason == "two are enough"
+    calls = trainer.guards[-3].function.__globals__["calls"]
+    assert calls == [4, (1, True), "recorded", 4, (2, True), "recorded"]
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("one_argument", "a function of (view, report)"),
+        ("cals", "did you mean 'calls'"),
+        ("calls", "not a callable object"),
+    ],
+)
+def test_callbacks_that_are_none(name, message, tmp_path):
+    (tmp_path / "callbacks.py").write_text(CALLBACKS)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_callbacks([f"{tmp_path / 'callbacks.py'}:{name}"])
+    with pytest.raises(ValueError, match=r"expected file.py:name .*, found 'callbacks.py'"):
+        load_callbacks(["callbacks.py"])
 
 
 def _nan_in(trainer: LocalPPOTrainer, step: int) -> dict[str, float]:

@@ -6,7 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from verl.cli.data import data, rewards
+from verl.cli.export import export
 from verl.cli.programs import PROGRAMS, examples
+from verl.cli.push import push
 from verl.cli.runs import report, runs
 from verl.cli.serve import serve
 from verl.processes.streams import command_output
@@ -109,6 +111,8 @@ app.add_typer(data, name="data")
 app.add_typer(rewards, name="rewards")
 app.add_typer(examples, name="examples")
 app.command("serve")(serve)
+app.command("push")(push)
+app.add_typer(export, name="export")
 app.add_typer(runs, name="runs")
 app.command("report")(report)
 

@@ -164,9 +164,14 @@ class RecordedRun:
         return str(algorithm or ("sft" if "model.path" in self.config else "unknown"))
 
     @property
+    def model_path(self) -> str:
+        """Path or Hub id of the model before training."""
+        return str(next((self.config[key] for key in _MODEL if self.config.get(key)), "unknown"))
+
+    @property
     def model(self) -> str:
         """Last part of the model's path."""
-        path = str(next((self.config[key] for key in _MODEL if self.config.get(key)), "unknown"))
+        path = self.model_path
         parts = [part for part in Path(path).parts if not part.startswith("global_step_")]
         kept = [part for part in parts if part not in ("actor", "huggingface", "model", "/")]
         return kept[-1] if kept else path

@@ -21,7 +21,7 @@ from verl.single_controller.cluster import StartedRoles
 from verl.tracking.trackers import Rows
 from verl.trainer.checks.preflight import FLOW, Run, run_checks
 from verl.trainer.guards.bad_steps import BadSteps
-from verl.trainer.guards.base import RESTART, ROLL_BACK, SKIP, Guard, ask, decide
+from verl.trainer.guards.base import RESTART, ROLL_BACK, SKIP, Guard, ask, decide, load_callbacks
 from verl.trainer.guards.early_stopping import ValidationWatch
 from verl.trainer.guards.interruption import Interruption, Stopped, UnfinishedStep
 from verl.trainer.guards.mismatch import MismatchLimit
@@ -87,7 +87,7 @@ class Trainer(ABC):
         self.roles: dict[str, WorkerGroup] = StartedRoles()
         self.batch: DataProto | None = None
         self.on_step: list[Callable[[StepReport], None]] = []
-        self.guards: list[Guard] = [make(run.config) for make in GUARDS]
+        self.guards: list[Guard] = [*(make(run.config) for make in GUARDS), *load_callbacks(trainer.callbacks)]
         self._watch = next(guard for guard in self.guards if isinstance(guard, ValidationWatch))
         total_steps: int = trainer.total_training_steps or source.steps_per_epoch * trainer.total_epochs
         self.view = RunView(run, source, self.roles, self.folder, total_steps, self.unwatched)

@@ -46,6 +46,9 @@ class RunConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] | None = field(
         None, "level of log lines; steps are printed at any level; null: VERL_LOGGING_LEVEL, or info"
     )
+    callbacks: StrList = field(
+        [], "file.py:name of guards, or of functions of (view, report), called after each step (docs/custom_trainer.md)"
+    )
     log_operators: bool | None = field(
         None, "log the seconds of each operator of each step; null: only LocalPPOTrainer does"
     )

@@ -1,8 +1,11 @@
 """The contract of a guard: an observer of a run that may end, undo or repeat its steps."""
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from verl.registry import load_object
 
 if TYPE_CHECKING:  # this module is imported before torch
     from verl.trainer.view import RunView, StepReport
@@ -66,6 +69,41 @@ class Guard:
 
     def at_end(self, view: "RunView") -> None:
         """The steps have ended, or are about to be repeated; also after an error."""
+
+
+class Callback(Guard):
+    """Calls a function with the view of the run and the report of the step; it may return an Action."""
+
+    def __init__(self, function: "Callable[[RunView, StepReport], Action | None]"):
+        self.function = function
+
+    def after_step(self, view: "RunView", report: "StepReport") -> Action | None:
+        return self.function(view, report)
+
+
+def load_callbacks(addresses: Iterable[str]) -> list[Guard]:
+    """The callbacks at these addresses, `file.py:name`. A class is made without arguments.
+
+    Raises:
+        ValueError: an address has another form, or names neither a Guard nor a function of (view, report).
+    """
+    callbacks = []
+    for address in addresses:
+        path, _, name = address.rpartition(":")
+        if not (path and name.isidentifier()):
+            raise ValueError(f"trainer.callbacks: expected file.py:name or package.module:name, found {address!r}")
+        callback = load_object(path, name)
+        callback = callback() if inspect.isclass(callback) else callback
+        if isinstance(callback, Guard):
+            callbacks.append(callback)
+            continue
+        try:
+            inspect.signature(callback).bind(None, None)
+        except TypeError as error:
+            form = "a Guard or a function of (view, report)"
+            raise ValueError(f"trainer.callbacks: {address} is not {form}: {error}") from None
+        callbacks.append(Callback(callback))
+    return callbacks
 
 
 class GuardRequest(RuntimeError):
