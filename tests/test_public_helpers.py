@@ -1,21 +1,41 @@
 """Helpers of public verl that recipes import: each is called as recipes call it, with the right value by hand."""
 
+import asyncio
 import dataclasses
 import logging
+import time
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
-from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
-from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path, should_save_ckpt_esi
+from verl.utils.config import omega_conf_to_dataclass, update_dict_with_config, validate_config
 from verl.utils.fs import local_mkdir_safe
 from verl.utils.import_utils import import_external_libs, load_class_from_fqn
 from verl.utils.logger import log_with_rank
+from verl.utils.profiler import DistProfiler, DistProfilerExtension, GPUMemoryLogger, ProfilerConfig
+from verl.utils.ray_utils import get_event_loop
+from verl.utils.rollout_trace import rollout_trace_attr
 from verl.utils.seqlen_balancing import calculate_workload
+from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config import FSDPOptimizerConfig, RolloutConfig
 
 from verl.utils.device import get_device_capability
+
+
+def test_precisions():
+    assert [PrecisionType.to_dtype(p) for p in ("bf16", 16, "fp32", torch.float16)] == [
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float16,
+    ]
+    assert [PrecisionType.to_str(t) for t in (torch.bfloat16, torch.float32)] == ["bf16", "fp32"]
+    assert PrecisionType.is_fp16("16") and PrecisionType.is_bf16("bfloat16") and not PrecisionType.is_fp32("bf16")
+    with pytest.raises(RuntimeError, match=r"precision: .*found 'int4'"):
+        PrecisionType.to_dtype("int4")
+
 
 # ---- configurations -------------------------------------------------------------------------------------------------
 
@@ -44,6 +64,9 @@ def test_a_config_is_checked_like_that_of_a_run():
     with pytest.raises(ValueError, match=r"actor.ppo_mini_batch_size"):
         settings = ["data.train_batch_size=8", "algorithm.name=grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=3"]
         validate_config(OmegaConf.from_dotlist(settings), True, False)
+    values = {"n": 1, "other": 2}
+    update_dict_with_config(values, OmegaConf.create({"n": 5}))
+    assert values == {"n": 5, "other": 2}
 
 
 # ---- checkpoints, environment, logging ------------------------------------------------------------------------------
@@ -56,6 +79,14 @@ def test_the_newest_checkpoint_of_a_folder(tmp_path):
     (tmp_path / "global_step_20").mkdir()
     assert find_latest_ckpt_path(str(tmp_path)) == str(tmp_path / "global_step_20")
     assert local_mkdir_safe(str(tmp_path / "a/b")) == str(tmp_path / "a/b") and (tmp_path / "a/b").is_dir()
+
+
+@pytest.mark.parametrize(("seconds_left", "saves"), [(200, False), (150, True), (-1, False)])
+def test_an_elastic_instance_saves_before_its_end(monkeypatch, seconds_left, saves):
+    """A step of 100 s and a save of 60 s need 160 s."""
+    assert should_save_ckpt_esi(100.0) is False
+    monkeypatch.setenv("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", str(time.time() + seconds_left))
+    assert should_save_ckpt_esi(max_steps_duration=100.0) is saves
 
 
 def test_environment_imports_and_logging(monkeypatch, caplog):
@@ -72,6 +103,34 @@ def test_environment_imports_and_logging(monkeypatch, caplog):
         log_with_rank("hidden", rank=3, logger=logging.getLogger("verl.test"), log_only_rank_0=True)
     assert caplog.messages == ["[Rank 3] loaded"]
     assert get_device_capability() == (None, None) or torch.cuda.is_available()
+
+    async def running():
+        return get_event_loop() is asyncio.get_running_loop()
+
+    assert asyncio.run(running())
+    loop = get_event_loop()
+    assert loop.run_until_complete(asyncio.sleep(0, 7)) == 7
+    loop.close()
+
+
+class Worker(DistProfilerExtension):
+    def __init__(self):
+        super().__init__(DistProfiler(rank=0, config=ProfilerConfig()))
+
+    @DistProfiler.annotate(color="blue", role="actor")
+    @GPUMemoryLogger(role="actor")
+    def double(self, x):
+        with rollout_trace_attr(step=1):
+            return 2 * x
+
+
+def test_a_worker_with_profiling_that_is_off_runs_and_a_profiler_that_is_on_is_refused():
+    worker = Worker()
+    worker.start_profile()
+    worker.stop_profile()
+    assert worker.double(3) == 6
+    with pytest.raises(ValueError, match="not supported"):
+        ProfilerConfig(enable=True)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

@@ -1,11 +1,48 @@
 """Small helpers under the names of public verl (`verl/compat/published.toml` lists where it has them)."""
 
+import asyncio
+import functools
 import importlib
 import logging
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from verl.utils.device import resolve_dtype
+
+# ---- dtypes ---------------------------------------------------------------------------------------------------------
+
+
+class PrecisionType:
+    """Names of precisions: "16", "32", "bf16", their long forms, and the dtypes of torch."""
+
+    HALF, FLOAT, FULL, BFLOAT, MIXED = "16", "32", "64", "bf16", "mixed"
+
+    @staticmethod
+    def to_dtype(precision: Any) -> torch.dtype:
+        """The dtype of a precision. Raises RuntimeError if it is none."""
+        try:
+            return resolve_dtype({"16": "fp16", "32": "fp32"}.get(str(precision), precision), torch.device("cpu"))
+        except ValueError as error:
+            raise RuntimeError(f"precision: {error}") from None
+
+    @staticmethod
+    def to_str(precision: torch.dtype) -> str:
+        """The short name of a dtype: fp16, bf16 or fp32. Raises RuntimeError if it has none."""
+        dtype = PrecisionType.to_dtype(precision)
+        return {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+
+    is_fp16 = staticmethod(lambda precision: precision in (16, "16", "fp16", "float16", torch.float16))
+    is_fp32 = staticmethod(lambda precision: precision in (32, "32", "fp32", "float32", torch.float32))
+    is_bf16 = staticmethod(lambda precision: precision in ("bf16", "bfloat16", torch.bfloat16))
+
+
+# ---- imports and environment ----------------------------------------------------------------------------------------
 
 
 def import_external_libs(external_libs: str | Iterable[str] | None = None) -> None:
@@ -18,6 +55,20 @@ def get_ppo_ray_runtime_env(config: Any = None) -> dict[str, Any]:
     """A runtime environment for `ray.init`: variables of worker processes that this process does not set itself."""
     variables = {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN", "VLLM_LOGGING_LEVEL": "WARN"}
     return {"env_vars": {name: value for name, value in variables.items() if name not in os.environ}}
+
+
+def get_event_loop() -> asyncio.AbstractEventLoop:
+    """The event loop of this thread; a new one if it has none."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    return loop
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
 def get_checkpoint_tracker_filename(root_path: str) -> str:
@@ -34,9 +85,111 @@ def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step
     return str(folder) if folder.exists() else None
 
 
+def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0) -> bool:
+    """Whether the instance may end before another step is saved. All durations in seconds.
+
+    Its end is the Unix time of a variable that elastic instances of two clouds set; without it the answer is False.
+    """
+    names = "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"
+    end = next((os.environ[name] for name in names if os.environ.get(name)), None)
+    if end is None or max_steps_duration <= 0:
+        return False
+    remaining = float(end) - time.time()
+    return 0 < remaining <= max_steps_duration + save_ckpt_duration + redundant_time
+
+
+# ---- logging and profiling ------------------------------------------------------------------------------------------
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
 def log_with_rank(
     message: str, rank: int, logger: logging.Logger, level: int = logging.INFO, log_only_rank_0: bool = False
 ) -> None:
     """Log a message with the rank before it; on rank 0 only, if asked for."""
     if not log_only_rank_0 or rank == 0:
         logger.log(level, "[Rank %d] %s", rank, message)
+
+
+def log_gpu_memory_usage(
+    head: str, logger: logging.Logger | None = None, level: int = logging.DEBUG, rank: int | None = 0
+) -> None:
+    """Log the memory of this rank's GPU in GiB; nothing without one. rank: that logs; None for all."""
+    if not torch.cuda.is_available() or (rank is not None and _rank() != rank):
+        return
+    free, total = torch.cuda.mem_get_info()
+    sizes = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total - free, total
+    text = "{}, memory allocated (GB): {:.2f}, reserved: {:.2f}, used/total: {:.2f}/{:.2f}".format(
+        head, *(size / 2**30 for size in sizes)
+    )
+    if logger is None:
+        print(text, flush=True)
+    else:
+        logger.log(level, text)
+
+
+class GPUMemoryLogger:
+    """Decorator: log the memory of the GPU before and after a call (`log_gpu_memory_usage`)."""
+
+    def __init__(
+        self, role: str, logger: logging.Logger | None = None, level: int = logging.DEBUG, log_only_rank_0=True
+    ):
+        self.role, self.logger, self.level, self.rank = role, logger, level, 0 if log_only_rank_0 else None
+
+    def __call__(self, func: Callable) -> Callable:
+        @functools.wraps(func)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            log_gpu_memory_usage(f"Before {self.role} {func.__name__}", self.logger, self.level, self.rank)
+            result = func(*args, **kwargs)
+            log_gpu_memory_usage(f"After {self.role} {func.__name__}", self.logger, self.level, self.rank)
+            return result
+
+        return call
+
+
+class ProfilerConfig:
+    """Settings of a profiler that is off. Raises ValueError for enable=True: profilers are not supported."""
+
+    def __init__(self, enable: bool = False, **settings: Any):
+        if enable:
+            raise ValueError("ProfilerConfig: profilers are not supported: timing_s/* are the seconds of operators")
+        vars(self).update(settings, enable=enable)
+
+
+class DistProfiler:
+    """A profiler that is off: functions run as they are. Raises ValueError for a config with enable=True."""
+
+    def __init__(self, rank: int, config: Any = None, tool_config: Any = None, **settings: Any):
+        ProfilerConfig(enable=getattr(config, "enable", False))
+
+    def start(self, **kwargs: Any) -> None:
+        """Nothing to start."""
+
+    def stop(self, **kwargs: Any) -> None:
+        """Nothing to stop."""
+
+    @classmethod
+    def annotate(cls, *args: Any, **kwargs: Any) -> Callable[[Callable], Callable]:
+        """Decorator that returns the method: it marks a range of profiles, of which there are none."""
+        return lambda func: func
+
+
+class DistProfilerExtension:
+    """Gives a worker `start_profile` and `stop_profile`, those of its profiler."""
+
+    def __init__(self, profiler: DistProfiler):
+        self.profiler = profiler
+
+    def start_profile(self, **kwargs: Any) -> None:
+        self.profiler.start(**kwargs)
+
+    def stop_profile(self, **kwargs: Any) -> None:
+        self.profiler.stop(**kwargs)
+
+
+@contextmanager
+def rollout_trace_attr(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """A context in which everything runs as without it: traces of rollouts are not recorded."""
+    yield

@@ -1,7 +1,7 @@
 """Configurations of public verl as typed objects: public verl's `verl.utils.config`."""
 
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -61,6 +61,11 @@ def _path_of(section: type[Section], parent: type[Section]) -> tuple[str, ...]:
             if below:
                 return (name, *below)
     return ()
+
+
+def update_dict_with_config(dictionary: MutableMapping[str, Any], config: Any) -> None:
+    """Replace the values of a dictionary by the fields of the same names, in place."""
+    dictionary.update({key: getattr(config, key) for key in dictionary if hasattr(config, key)})
 
 
 def validate_config(config: Any, use_reference_policy: bool = False, use_critic: bool = False) -> None:
