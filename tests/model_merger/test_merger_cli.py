@@ -30,9 +30,7 @@ def test_a_refusal_is_one_line_and_a_status(made, tmp_path, capsys):
     root = made / "ours"
     status = main(["merge", "--local_dir", str(root), "--target_dir", str(tmp_path / "x"), "--tie-word-embedding"])
     assert status == 1
-    assert capsys.readouterr().err == (
-        f"error: {root} is a checkpoint of all roles: give one role, {root / 'actor'}\n"
-    )
+    assert capsys.readouterr().err == (f"error: {root} is a checkpoint of all roles: give one role, {root / 'actor'}\n")
 
 
 def test_a_size_that_is_none():
