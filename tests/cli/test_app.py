@@ -90,7 +90,11 @@ def entry_points() -> list[list[str]]:
     """Every module of the package that `python -m` runs, and every subcommand, with its help."""
     modules = []
     for path in sorted((ROOT / "verl").rglob("*.py")):
-        is_of_workers = path.parent.name == "sandbox" or path.name in ("worker.py", "worker_main.py", "fork_server.py")
+        is_of_workers = path.parent.name in ("sandbox", "isolation") or path.name in (
+            "worker.py",
+            "worker_main.py",
+            "fork_server.py",
+        )
         is_main = path.name == "__main__.py" or '__name__ == "__main__"' in path.read_text(encoding="utf-8")
         if is_main and not is_of_workers and "examples" not in path.parts:
             modules.append(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__"))

@@ -30,7 +30,6 @@ def test_words_choose_lines_in_any_case(capsys):
         (["algorithm.clip_range"], "in its line: it is an alias of actor_rollout_ref.actor.clip_ratio"),
         (["engine.num_gpu"], "in its line: did you mean engine.num_gpus?"),
         (["actor_rollout_ref.model.use_shm"], "in its line: it has no effect here: speed or memory only"),
-        (["distillation.enabled"], "it is not supported: distillation from a teacher is not supported; remove the key"),
         (["critic", "placement", "lora"], "has 'critic' and 'placement' and 'lora' in one line"),
         (["xyzzy"], "no key of ppo has 'xyzzy' in its line"),
     ],
