@@ -97,7 +97,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def curve(path: Path, name: str) -> list[float]:
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [round(line[name], 4) for line in lines if name in line]
 
 
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["rm", "grpo", "online dpo", "judge", *LOSSES])
     parser.add_argument("--out", type=Path, required=True, help="JSON file; records of other methods in it are kept")
     options = parser.parse_args()
-    records = json.loads(options.out.read_text()) if options.out.exists() else []
+    records = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else []
     records = [each for each in records if each["method"] not in options.methods]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -203,7 +203,7 @@ def main() -> None:
                     run = online if method in ("grpo", "online dpo", "judge") else offline
                     records.append(summary(run(folder, method, seed, control)))
                     print(json.dumps({k: v for k, v in records[-1].items() if k != "curve"}), flush=True)
-                    options.out.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+                    options.out.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -252,7 +252,7 @@ def draw(experiment: Experiment, runs: list[dict], path: Path) -> None:
 def record_runs(name: str, seeds: list[int], methods: list[str] | None, out: Path) -> None:
     """Run what is missing, and write OUT/<name>.json and OUT/<name>.png after every run."""
     experiment, results = EXPERIMENTS[name], out / f"{name}.json"
-    runs = json.loads(results.read_text())["runs"] if results.is_file() else []
+    runs = json.loads(results.read_text(encoding="utf-8"))["runs"] if results.is_file() else []
     for method in methods or experiment.methods:
         for seed in seeds:
             if (method, seed) in {(finished["method"], finished["seed"]) for finished in runs}:

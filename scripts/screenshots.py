@@ -43,7 +43,9 @@ def panel_page(run: Path, theme: TerminalTheme) -> str:
     """The panel of a run as HTML."""
     console = Console(width=COLUMNS, record=True, force_terminal=True, color_system="truecolor", file=io.StringIO())
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = {line["step"]: line for line in map(json.loads, (run / "steps.jsonl").read_text("utf-8").splitlines())}
+    steps = {
+        line["step"]: line for line in map(json.loads, (run / "steps.jsonl").read_text(encoding="utf-8").splitlines())
+    }
     total = max(record["step"] for record in records)
     running = {"gen": time.perf_counter()}
     progress = TrainingProgress(total, run.name, total + 1, console, details=False, running=lambda: running)

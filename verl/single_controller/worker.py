@@ -1,6 +1,7 @@
 """Worker: the object that runs on one rank. A worker group calls its `@register`ed methods."""
 
 import socket
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,11 +121,12 @@ class WorkerSpec:
         return worker
 
 
-_reserved: list[socket.socket] = []
+#: the sockets of the last ports that `free_port` returned
+_reserved: deque[socket.socket] = deque(maxlen=64)
 
 
 def free_port() -> int:
-    """A free port of this host, which the system gives to no other program while this process runs.
+    """A free port of this host, which the system gives to no other program while this process runs, or until 64 others.
 
     The port stays bound but does not listen, so that a server with SO_REUSEADDR, as those of torch, can listen there.
     """

@@ -236,7 +236,9 @@ class _Process:
         if self._descriptor is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-            select.select([self._descriptor], [], [], _END_SECONDS)  # process 1 ends after all others
+            poll = select.poll()  # `select.select` does not take descriptors above 1023
+            poll.register(self._descriptor, select.POLLIN)
+            poll.poll(1000 * _END_SECONDS)  # process 1 ends after all others
             return self.popen.wait()
         self.popen.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
