@@ -163,7 +163,8 @@ class _Process:
             _input_file(mode.call_filter(is_alone=not pipes)) as filter_file,
             contextlib.ExitStack() as stack,
         ):
-            info, their_info = (stack.enter_context(open(end, kind)) for end, kind in zip(os.pipe(), ("rb", "wb")))
+            reading, writing = os.pipe()
+            info, their_info = (stack.enter_context(end) for end in (open(reading, "rb"), open(writing, "wb")))
             for_bubblewrap = [their_info.fileno(), filter_file.fileno()]
             command = mode.command(folder, limits.memory_bytes // 2, *for_bubblewrap)
             self.popen = subprocess.Popen(
