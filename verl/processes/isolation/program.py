@@ -164,7 +164,7 @@ class _Process:
             contextlib.ExitStack() as stack,
         ):
             reading, writing = os.pipe()
-            info, their_info = (stack.enter_context(end) for end in (open(reading, "rb"), open(writing, "wb")))
+            info, their_info = stack.enter_context(open(reading, "rb")), stack.enter_context(open(writing, "wb"))
             for_bubblewrap = [their_info.fileno(), filter_file.fileno()]
             command = mode.command(folder, limits.memory_bytes // 2, *for_bubblewrap)
             self.popen = subprocess.Popen(
