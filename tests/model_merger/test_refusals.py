@@ -154,6 +154,8 @@ def saved(made, tmp_path) -> Path:
     """global_step_3 with an actor of two ranks and the configuration of the run."""
     with CheckpointStore(tmp_path / "run").writing(3) as folder:
         shutil.copytree(made / "ours" / "actor", folder / "actor")
+        config = folder / "actor" / "huggingface" / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "_name_or_path": None}))
         (folder / "actor" / "lora_adapter").mkdir()
         (folder / "actor" / "lora_adapter" / "adapter_model.safetensors").write_text("adapters")
         (folder / "critic").mkdir()

@@ -11,6 +11,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from tests.waiting import wait_until
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
 from verl.rewards import judge as module
@@ -65,6 +66,7 @@ def server():
 @pytest.fixture
 def endpoint(server, monkeypatch):
     monkeypatch.setattr(module, "_FIRST_WAIT", 0.02)
+    wait_until(lambda: server.running == 0)  # requests that the test before has given up
     server.replies, server.requests, server.times, server.most = ["Score: 10"], [], [], 0
     return server
 

@@ -172,7 +172,9 @@ def test_invalid_files_of_tools(text, message, public_tool, tmp_path):
 @pytest.mark.parametrize("where", ["import", "constructor", "exit"])
 def test_a_tool_that_fails_at_the_start_is_one_error_with_its_line(where, tmp_path):
     fails = {"import": "1 / 0", "exit": "raise SystemExit(3)"}.get(where, "x = 1")
-    body = f"{fails}\nclass Broken:\n    def __init__(self, **kwargs):\n        {{}}['x']\n    generate_response = None\n"
+    body = (
+        f"{fails}\nclass Broken:\n    def __init__(self, **kwargs):\n        {{}}['x']\n    generate_response = None\n"
+    )
     (tmp_path / "broken.py").write_text(body)
     (tmp_path / "tools.yaml").write_text("tools: [{class_name: 'broken.py:Broken'}]")
     expected = {

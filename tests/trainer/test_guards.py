@@ -243,6 +243,7 @@ def test_every_built_in_guard_is_in_the_row_once():
         for node in _nodes(path)
         if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Guard" for base in node.bases)
     }
+    built_in -= {"Callback"}  # of trainer.callbacks
     assert built_in == {guard.__name__ for guard in GUARDS} and len(set(GUARDS)) == len(GUARDS)
 
 
