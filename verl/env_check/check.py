@@ -147,7 +147,7 @@ def check_interfaces(environment: Mapping[str, str] = os.environ) -> list[Check]
 def check_isolation() -> Check:
     """How programs are isolated that the policy writes: for the reward `code` and the tool `python`."""
     mode = isolation()
-    fix = "" if mode.bubblewrap else "apt install bubblewrap   # and allow user namespaces: docs/security.md"
+    fix = None if mode.bubblewrap else "apt install bubblewrap   # and allow user namespaces: docs/security.md"
     return Check("programs", NOTE if mode.weaker else OK, f"isolated by {mode.describe()}", fix)
 
 
