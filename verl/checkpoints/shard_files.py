@@ -41,18 +41,8 @@ _DESCRIPTION = (
 )
 
 
-class _MegatronMetadata(metadata.Metadata):
-    """The class that megatron-core before 0.16 wrote for torch's; its further fields describe optimizer state."""
-
-
-class _MegatronPlan(planner.SavePlan):
-    """The class of plans that megatron-core adds to the metadata."""
-
-
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(cls.__module__, cls.__qualname__): cls for cls in _DESCRIPTION},
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): _MegatronMetadata,
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): _MegatronPlan,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     # the path of the written folder, which is not used
     **{(m, name): PurePath for m in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},

@@ -1,1 +1,1 @@
-"""Running a program that nobody has reviewed: see `program`."""
+"""Isolation of untrusted programs: see `program`."""

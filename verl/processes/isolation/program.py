@@ -1,4 +1,4 @@
-"""Running a program that nobody has reviewed, with limits on time, memory and output.
+"""Run an untrusted program, with limits on time, memory and output.
 
     finished = run_program("print(input())", limits=Limits(seconds=10), stdin="1")
     finished.failure, finished.stdout          # None, "1\n"
