@@ -86,9 +86,8 @@ def test_arguments_have_an_effect_with_the_engine_of_their_name():
 
 
 def test_a_sampling_key_that_the_engine_does_not_declare_is_refused_before_it_is_made(custom, tmp_path):
-    from verl.trainer.checks.model_limits import ModelLimits
-
     from examples.quickstart.tiny_model import tiny_model
+    from verl.trainer.checks.models import ModelLimits
 
     model = schema.ModelConfig(path=str(tiny_model("llama", tmp_path / "model")))
     limits = ModelLimits.from_config(model)

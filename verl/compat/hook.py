@@ -1,20 +1,79 @@
-"""The import hook that resolves the paths of `moved` and the names of `published`."""
+"""The import hook that resolves the paths of `MOVED` and the names of `published.toml`."""
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import operator
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from verl.compat.moved import MOVED
-from verl.compat.published import ANY, BELOW, published, published_packages
+#: module path of public verl -> module path here. Both are the same module object
+MOVED = {
+    "verl.cli.train": "verl.trainer.main_ppo",  # of the articles
+    "verl.experimental.fully_async_policy.fully_async_main": "verl.trainer.main_fully_async",
+    "verl.experimental.one_step_off_policy.main_ppo": "verl.trainer.main_one_step_off",
+    "verl.recipe.dapo.dapo_ray_trainer": "verl.recipe.dapo.main_dapo",
+    "verl.recipe.dapo.ray_trainer": "verl.recipe.dapo.main_dapo",
+    "verl.recipe.fully_async_policy.fully_async_main": "verl.trainer.main_fully_async",
+    "verl.recipe.one_step_off_policy.main_ppo": "verl.trainer.main_one_step_off",
+    "verl.recipe.r1.main_eval": "verl.trainer.main_eval",
+    "verl.single_controller.base.decorator": "verl.single_controller.dispatch",
+    "verl.tools": "verl.agents.tools",
+    "verl.tools.base_tool": "verl.agents.tools.base_tool",
+    "verl.tools.function_tool": "verl.agents.tools.function_tool",
+    "verl.tools.schemas": "verl.agents.tools.schemas",
+    "verl.trainer.fsdp_sft_trainer": "verl.trainer.sft_trainer",
+    "verl.trainer.main_ppo_sync": "verl.trainer.main_ppo",
+    "verl.trainer.ppo.core_algos": "verl.algorithms.core_algos",
+    "verl.trainer.ppo.rollout_corr_helper": "verl.algorithms.rollout_correction",
+    "verl.utils.seqlen_balancing": "verl.utils.balance",
+    "verl.utils.torch_functional": "verl.algorithms.torch_functional",
+    "verl.utils.tracking": "verl.tracking.tracking",
+}
+
+ANY = "*"
+"""Entry of a module for all names that it does not list."""
+
+BELOW = "**"
+"""Entry of a module for all names that it does not list, and for the modules below it."""
 
 #: packages that exist only as the parents of old modules
 _PARENTS = {path[:dot] for path in MOVED for dot, letter in enumerate(path) if letter == "."}
+
+
+@functools.cache
+def published() -> dict[str, dict[str, str]]:
+    """Module of public verl -> name -> the `module:name` (or module) that it is here, or advice what to use instead.
+
+    Read at the first use, which takes milliseconds: most programs import no such name.
+    """
+    tables = tomllib.loads((Path(__file__).parent / "published.toml").read_text(encoding="utf-8"))
+    advice = tables.pop("advice")
+
+    def names_of(module: str) -> dict[str, str]:
+        names: dict[str, str] = {}
+        for key, value in tables[module].items():
+            if key == "same-as":
+                names |= names_of(value)
+            elif isinstance(value, list):
+                names |= {name: f"{key}:{name}" for name in value}
+            else:
+                names[key] = advice[value[1:]] if value.startswith("@") else value
+        return names
+
+    return {module: names_of(module) for module in tables}
+
+
+@functools.cache
+def published_packages() -> set[str]:
+    """The parents of the modules of `published`."""
+    return {path[:dot] for path in published() for dot, letter in enumerate(path) if letter == "."}
 
 
 def published_names(module: str) -> Callable[[str], Any]:
