@@ -23,8 +23,7 @@ from verl.engines.base import EngineSpec, MicroBatching, Objective
 from verl.engines.torch_engine import TorchEngine
 from verl.modeling import attention
 from verl.planner import step_time
-from verl.planner.devices import Device
-from verl.planner.host import host_profile
+from verl.planner.devices import Device, host_profile
 from verl.planner.shapes import ModelShape
 from verl.planner.workload import Job, Role
 from verl.protocol import DataProto

@@ -10,7 +10,7 @@ from tests.planner.test_planner import TINY
 from verl.engines.torch_engine import TorchEngine
 from verl.modeling import attention
 from verl.planner import step_time
-from verl.planner.host import host_profile
+from verl.planner.devices import host_profile
 
 
 def test_the_engines_are_measured_with_the_attention_of_training(monkeypatch):

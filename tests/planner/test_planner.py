@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from verl.planner import devices, host, shapes
+from verl.planner import devices, shapes
 from verl.planner.devices import GIB
 from verl.planner.memory import activation_bytes, gradients, kv_cache_bytes, optimizer_bytes, weights
 from verl.planner.placement import STAGES, is_possible, plan_groups
@@ -185,14 +185,14 @@ def test_activations_by_hand():
 
 
 def test_megatron_has_its_gradient_buffers_on_a_cpu_too():
-    cpu, job = host.host_profile(torch.device("cpu")), job_of(model_parallel=True, engine="native")
+    cpu, job = devices.host_profile(torch.device("cpu")), job_of(model_parallel=True, engine="native")
     (group,) = plan_groups(replace(job, strict=False), cpu, [(("actor",), 1)], True).groups
     assert group.memory["update of the actor"]["gradients"] == 4 * TINY.parameters()
 
 
 def test_reserved_cache_takes_no_memory_of_a_cpu():
     """64 rows of 256 tokens, keys and values of 2 layers with 2 heads of 2, 2 bytes each."""
-    cpu, job = host.host_profile(torch.device("cpu")), job_of(engine="vllm", memory_share=0.9)
+    cpu, job = devices.host_profile(torch.device("cpu")), job_of(engine="vllm", memory_share=0.9)
     (group,) = plan_groups(replace(job, strict=False), cpu, [(("actor",), 1)], True).groups
     assert group.memory["generation"]["KV cache"] == 64 * 256 * 2 * 2 * 2 * 2 * 2
     (group,) = plan_groups(replace(job, strict=False), H200, [(("actor",), 1)], True).groups

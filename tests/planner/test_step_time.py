@@ -12,18 +12,15 @@ import pytest
 from tests.planner.test_planner import H200, TINY, job_of
 from verl.config import load_config
 from verl.planner.devices import GIB
-from verl.planner.placement import plan_groups, role_seconds
-from verl.planner.report import time_lines
+from verl.planner.placement import plan_groups
 from verl.planner.shapes import VisionShape, built_in
 from verl.planner.step_time import (
     all_reduce_seconds,
     collective_seconds,
     forward_pass,
     generation_seconds,
-    image_seconds,
     infer_seconds,
     matmul_rate,
-    push_seconds,
     update_seconds,
 )
 from verl.planner.workload import Layout, Tokens
@@ -60,16 +57,14 @@ def test_collectives_by_hand():
 def test_a_forward_pass_by_hand():
     """2 FLOPs per parameter and token (HybridFlow: inference 2 P T), and causal attention."""
     job = job_of(prompt_tokens=100, response_tokens=50)
-    found = forward_pass(
-        replace(job.role("actor"), shape=replace(TINY, head_dim=128)), Tokens(100, 50, 1), job, ROUND, 1
-    )
+    found = forward_pass(replace(job.role("actor"), shape=replace(TINY, head_dim=128)), Tokens(100, 50), job, ROUND, 1)
     # heads of 128: q and o 8 x 512, k and v 8 x 256; the MLP 3 x 8 x 16; 2 layers; the head 8 x 32 for responses
     assert found.matmul * 1e12 == 2 * (150 * 2 * (2 * 4096 + 2 * 2048 + 384) + 50 * 256)
     # a token attends to itself and those before it: two matmuls with 2 FLOPs per element of 4 heads of 128
     pairs = 150 * 151 / 2
     assert found.attention * 2e12 == pytest.approx(2 * 2 * 512 * 2 * pairs, rel=0.02)
-    one = forward_pass(job.role("actor"), Tokens(100, 50, 1), job, ROUND, 1)
-    two = forward_pass(job.role("actor"), Tokens(200, 100, 2), job, ROUND, 1)
+    one = forward_pass(job.role("actor"), Tokens(100, 50), job, ROUND, 1)
+    two = forward_pass(job.role("actor"), Tokens(200, 100), job, ROUND, 1)
     for name in ("matmul", "attention", "elementwise"):
         assert getattr(two, name) == pytest.approx(2 * getattr(one, name))
 
@@ -88,7 +83,7 @@ def test_training_has_three_times_the_flops_of_a_forward_pass():
 
 
 def test_a_forward_pass_with_images_by_hand():
-    tokens, job = Tokens(100, 50, 2), job_of(SEEING, prompt_tokens=50)
+    tokens, job = Tokens(100, 50), job_of(SEEING, prompt_tokens=50)
     text = forward_pass(job_of(TINY).role("actor"), tokens, replace(job, roles=job_of(TINY).roles), ROUND, 1)
     found = forward_pass(job.role("actor"), tokens, job, ROUND, 1)
     # 100 prompt tokens are 400 patches, each multiplied with 900 parameters
@@ -98,47 +93,8 @@ def test_a_forward_pass_with_images_by_hand():
     assert (found.attention - text.attention) * rate == pytest.approx(4 * 16 * 3 * 2 * 200 * 200)
     assert found.images > 0 and text.images == 0
     assert found.seconds(ROUND) == pytest.approx(replace(found, images=0).seconds(ROUND) + found.images)
-    # the host: copies of pixels, which depend on the patches, and positions, which depend on the rows
-    more_patches = forward_pass(job.role("actor"), Tokens(200, 50, 2), job, ROUND, 1).images - found.images
-    more_rows = forward_pass(job.role("actor"), Tokens(100, 50, 4), job, ROUND, 1).images - found.images
-    assert more_patches + more_rows == pytest.approx(found.images)
-
-
-def test_images_are_processed_during_the_step_before_unless_there_are_no_threads():
-    job = job_of(SEEING, prompts=3, samples=8, prompt_tokens=50)
-    actor = job.role("actor")
-    seconds = image_seconds(job, actor)
-    # of each prompt once, not of each sample
-    assert (
-        seconds
-        == image_seconds(replace(job, samples=1), actor)
-        == pytest.approx(3 * image_seconds(replace(job, prompts=1), actor))
-    )
-    for fixed in (2 * seconds, 0.5 * seconds, 0.0):
-        device = replace(ROUND, step_seconds=fixed)
-        rest = fixed + sum(sum(group.stages) for group in plan_groups(job, device, [(("actor",), 1)]).groups) - seconds
-        waits = plan_groups(job, device, [(("actor",), 1)])
-        assert waits.seconds == pytest.approx(rest + seconds) and waits.waiting == 0
-        assert waits.groups[0].seconds["prompts"] == ("generation", seconds)
-        ahead = plan_groups(replace(job, reads_ahead=True), device, [(("actor",), 1)])
-        assert ahead.seconds == pytest.approx(rest + max(0.0, seconds - rest))
-        assert ahead.waiting == pytest.approx(max(0.0, seconds - rest), abs=1e-12)
-        assert ("waiting for images" in " ".join(time_lines(ahead))) == (seconds > rest)
-        assert "prompts" not in ahead.groups[0].seconds
-    text = job_of(TINY)
-    assert "prompts" not in role_seconds(text, H200, text.roles, text.roles[0])
-    assert plan_groups(replace(text, reads_ahead=True), H200, [(("actor",), 1)]).waiting == 0
-
-
-@pytest.mark.parametrize(("given", "expected"), [([], True), (["=0"], False), (["=3"], True)])
-@pytest.mark.parametrize("custom", [False, True])
-def test_the_threads_are_those_of_the_run(given, expected, custom, tmp_path):
-    """The default is one per core, and none for a custom dataset."""
-    (tmp_path / "mine.py").write_text("class Mine: ...", encoding="utf-8")
-    settings = [f"data.custom_cls.path={tmp_path / 'mine.py'}", "data.custom_cls.name=Mine"] if custom else []
-    config = load_config(overrides=[*settings, *(f"data.dataloader_num_workers{value}" for value in given)])
-    job = settings_job(config, {"actor": SEEING}, ["actor"], on_gpu=False)
-    assert job.reads_ahead == (expected and not (custom and not given))
+    # the host copies the pixels of every patch
+    assert forward_pass(job.role("actor"), Tokens(200, 50), job, ROUND, 1).images == 2 * found.images
 
 
 # ---- constants ------------------------------------------------------------------------------------------------------
@@ -166,7 +122,7 @@ def test_offloading_moves_weights_and_moments_over_pcie():
 def test_the_backward_pass_of_attention_is_slower_than_its_flops():
     """Five matmuls for two, at 70 to 90 % of the rate (FlashAttention-2, arXiv 2307.08691, figures 4 and 5)."""
     job = job_of(prompt_tokens=100, response_tokens=50)
-    found = forward_pass(job.role("actor"), Tokens(100, 50, 1), job, ROUND, 1)
+    found = forward_pass(job.role("actor"), Tokens(100, 50), job, ROUND, 1)
     alone = replace(found, matmul=0.0, elementwise=0.0)
     assert 2.5 / 0.9 < alone.backward_seconds(ROUND, False) / alone.seconds(ROUND) < 2.5 / 0.7
 
@@ -183,14 +139,6 @@ def test_adapters_slow_a_pass_down_as_in_the_record():
     job = job_of(built_in("0.5B"), prompts=8)
     plain, adapted = (infer_seconds(job, replace(job.role("actor"), lora_rank=r), MATMULS) for r in (0, 1))
     assert adapted / plain == pytest.approx(1.64, rel=0.05)
-
-
-def test_a_picture_is_processed_in_the_time_that_was_measured():
-    """33 ms for 640 x 480 pixels, which Qwen2.5-VL shrinks to 644 x 476: 46 x 34 patches of 2 x 3 x 14 x 14 values."""
-    patches = 46 * 34
-    shape = replace(TINY, vision=VisionShape(1000, 900, 3, 16, 32, 4, 2 * 3 * 14 * 14))
-    job = job_of(shape, prompts=1, prompt_tokens=patches // 4)
-    assert image_seconds(job, job.role("actor")) == pytest.approx(0.033, rel=0.05)
 
 
 def _recorded_generations() -> list[dict]:
@@ -259,19 +207,6 @@ def test_a_short_update_takes_the_time_of_its_launches():
     host = replace(MATMULS, layer_seconds=0.1, update_seconds=7.0)
     assert update_seconds(job, actor, host) == pytest.approx(2 * (24 * 0.1 * 3 * 2 + 7))
     assert infer_seconds(job, actor, host) == pytest.approx(24 * 0.1)
-
-
-def test_a_push_into_vllm_sums_every_parameter_and_takes_the_recorded_time():
-    """engines_h200.json: 7B by reshard on two GPUs 0.176 s, to another GPU 0.184 s; 0.5B to another GPU 0.096 s."""
-    big, small = (job_of(built_in(name), engine="vllm") for name in ("7B", "0.5B"))
-    two = replace(big.role("actor"), layout=Layout(2))
-    assert push_seconds(replace(big, rollout_tensor=2), two, H200, two) == pytest.approx(0.176, rel=0.2)
-    for job, recorded in ((big, 0.1843), (small, 0.09581)):
-        actor = job.role("actor")
-        assert push_seconds(job, actor, H200, replace(actor, name="rollout")) == pytest.approx(recorded, rel=0.2)
-    # two sums and a copy in 16 bits read three times and write once
-    native = push_seconds(replace(big, engine="native"), two, ROUND, two)
-    assert push_seconds(big, two, ROUND, two) - native == pytest.approx(7615616512 * 2 * 4 / 1e12)
 
 
 def test_experts_whose_layers_are_not_fused_take_the_recorded_time(monkeypatch):

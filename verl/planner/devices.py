@@ -1,7 +1,15 @@
-"""What a device can do: built-in profiles of GPUs."""
+"""What a device can do: built-in profiles of GPUs, and the profile of a device of this host."""
 
+import os
+import platform
 import re
+import resource
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import torch
 
 from verl.registry import did_you_mean
 
@@ -27,7 +35,6 @@ class Device:
         latency: seconds of a small collective.
         layer_seconds: fixed seconds of one layer in a forward pass, whatever the tokens.
         decode_seconds: fixed seconds of one layer in a decoding step of the engine native.
-        decode_row_seconds: seconds of the host per row and decoding step.
         step_seconds: fixed seconds of a step outside of the models.
         update_seconds: fixed seconds of an update: checks of the weights, choice of the micro-batches.
         push_seconds: fixed seconds of a weight push to another process or engine.
@@ -54,7 +61,6 @@ class Device:
     latency: float
     layer_seconds: float
     decode_seconds: float
-    decode_row_seconds: float
     step_seconds: float
     push_seconds: float
     forward: float = 1.0
@@ -99,7 +105,6 @@ _H200 = Device(
     latency=20e-6,
     layer_seconds=0.6e-3,
     decode_seconds=42e-6,
-    decode_row_seconds=0.0,
     step_seconds=0.1,
     push_seconds=0.1,
     sharded_layer_seconds=1.5e-3,
@@ -159,3 +164,67 @@ def known_gpu(name: str) -> Device | None:
     matching = [key for key in BUILT_IN if set(key.split("-")) <= parts]
     best = max(matching, key=len, default="")
     return BUILT_IN[best] if best and all(set(key.split("-")) <= set(best.split("-")) for key in matching) else None
+
+
+# ---- this host ------------------------------------------------------------------------------------------------------
+
+
+def host_memory() -> float:
+    """Bytes of memory of the host, or of the smallest limit of the cgroups that this process is in."""
+    limits = [float(psutil.virtual_memory().total)]
+    for path in _limit_files(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
+        text = path.read_text(encoding="utf-8").strip() if path.is_file() else "max"
+        limits += [float(text)] if text.isdigit() else []
+    return min(limits)
+
+
+def _limit_files(groups: Path, root: Path) -> Iterator[Path]:
+    """Files that may have the memory limit of a process: of its cgroups and of all above them.
+
+    Args:
+        groups: the file that lists its cgroups, such as "0::/a/b" (version 2) or "4:memory:/a/b" (version 1).
+        root: where cgroups are mounted. In a container the cgroup of the container may be the root.
+    """
+    paths = {"": "/", "memory": "/"}
+    for line in groups.read_text(encoding="utf-8").splitlines() if groups.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            paths["memory" if controllers else ""] = path
+    for kind, name in (("", "memory.max"), ("memory", "memory.limit_in_bytes")):
+        folder = Path(paths[kind].strip("/"))
+        for each in (folder, *folder.parents):
+            yield root / kind / each / name
+
+
+def process_limit() -> float:
+    """Bytes that a process may allocate (`ulimit -d`); 0 without a limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return 0.0 if soft == resource.RLIM_INFINITY else float(soft)
+
+
+def host_profile(device: torch.device) -> Device:
+    """The profile of a device of this host: of a GPU if it is known, and of a slow core otherwise."""
+    if device.type == "cuda":
+        name, total = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+        return replace(known_gpu(name) or built_in("A100"), name=name, memory=float(total))
+    return Device(
+        name=f"CPU ({platform.machine()}, {os.cpu_count()} cores), {torch.get_num_threads()} threads",
+        kind="cpu",
+        memory=host_memory(),
+        per_node=os.cpu_count() or 1,
+        matmul=50e9,
+        attention=25e9,
+        attention_half=0.0,
+        bandwidth=8e9,
+        link=1e9,
+        node_link=1e9,
+        latency=200e-6,
+        layer_seconds=400e-6,
+        decode_seconds=100e-6,
+        step_seconds=0.02,
+        push_seconds=0.02,
+        sharded=1.5,
+        reserved=0.5 * GIB,
+        process_limit=process_limit(),
+        source="nominal rates of a CPU",
+    )

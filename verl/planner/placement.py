@@ -6,7 +6,7 @@ preparation and training, and a weight push interrupts it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
@@ -94,11 +94,6 @@ class Plan:
         """Seconds of a step."""
         return step_seconds(self.stages, self.job, self.device)
 
-    @cached_property
-    def waiting(self) -> float:
-        """Seconds of a step in which threads still process the images of its batch."""
-        return self.seconds - step_seconds(self.stages, replace(self.job, reads_ahead=False), self.device)
-
     @property
     def devices(self) -> int:
         return sum(group.devices for group in self.groups)
@@ -142,8 +137,7 @@ def step_seconds(stages: Sequence[float], job: Job, device: Device) -> float:
     """Seconds of a step from those of its stages."""
     generation, preparation, training, push = stages
     busy = max(generation, preparation + training) if job.overlaps else generation + preparation + training
-    busy += push + device.step_seconds
-    return max(busy, step_time.image_seconds(job, job.roles[0])) if job.reads_ahead else busy
+    return busy + push + device.step_seconds
 
 
 def role_seconds(job: Job, device: Device, roles: Sequence[Role], generator: Role) -> dict[str, tuple[str, float]]:
@@ -154,8 +148,6 @@ def role_seconds(job: Job, device: Device, roles: Sequence[Role], generator: Rol
         if role.name == job.generator:
             operators["gen"] = ("generation", step_time.generation_seconds(job, role, device, taken))
         if role.name == "actor":
-            if role.shape.vision is not None and not job.reads_ahead:
-                operators["prompts"] = ("generation", step_time.image_seconds(job, role))
             if job.old_log_probs:
                 operators["old_log_prob"] = ("preparation", step_time.infer_seconds(job, role, device))
             operators["update_actor"] = ("training", step_time.update_seconds(job, role, device, taken))

@@ -66,7 +66,6 @@ def memory_lines(plan: Plan) -> list[str]:
 def time_lines(plan: Plan) -> list[str]:
     """Seconds of a step by operator."""
     operators = [(name, seconds) for group in plan.groups for name, (_, seconds) in group.seconds.items()]
-    operators += [("waiting for images", plan.waiting)] if plan.waiting else []
     durations = ", ".join(f"{name} {seconds:.3g}" for name, seconds in operators)
     tokens = plan.job.responses * plan.job.response_tokens / plan.seconds
     return [

@@ -24,9 +24,6 @@ SERVER_ROW_SECONDS = 24e-6
 #: bytes/s at which these engines map and clear their KV cache when they wake up (vllm_h200.json, engines_h200.json:
 #: generation takes 0.2 to 0.3 s longer than its steps)
 WAKE_RATE = 200 * GIB
-#: bytes read and written on the GPU per parameter and push into these engines: the sums of the bits that were sent and
-#: that arrived, and the copy
-SUMMED_BYTES = 8
 #: bytes read and written by the optimizer per trained parameter: AdamW, the gradient norm and clipping, in float32
 ADAM_BYTES = 44
 #: FLOPs of the backward pass of attention, as a multiple of the forward pass at the same rate
@@ -45,12 +42,8 @@ EXPERTS_DECODE_SECONDS = 0.18e-3
 #: under autocast, per element of the hidden size and of the MLP size: counted for Qwen2.5-VL (tests/planner/
 #: test_vision.py); a backward pass has twice as many
 TOWER_BYTES = (240, 10)
-#: bytes/s of the processor's output when one core decodes and processes images by Pillow (640 x 480: 33 ms)
-IMAGE_RATE = 225e6
 #: bytes/s at which the images of a micro-batch are copied to one tensor and to the device
 PIXEL_RATE = 1.6e9
-#: seconds of the host to place one sample with an image: the axes of mRoPE
-MROPE_SECONDS = 0.25e-3
 #: seconds of the host to launch a layer in a training pass on a GPU, forward or backward, relative to a forward pass
 #: without gradients (of a profile at 0.5B)
 TRAINING_LAUNCHES = 3.0
@@ -125,15 +118,8 @@ def _with_images(text: Pass, role: Role, tokens: Tokens, job: Job, device: Devic
         text.attention + attention / ranks / (device.attention_rate(length, 64) * rate / device.matmul),
         text.elementwise + moved / ranks / device.bandwidth,
         text.fixed,
-        patches * vision.values * 4 / PIXEL_RATE + tokens.rows * MROPE_SECONDS,
+        patches * vision.values * 4 / PIXEL_RATE,
     )
-
-
-def image_seconds(job: Job, role: Role) -> float:
-    """Seconds to decode and process the images of a step, one after the other."""
-    vision = role.shape.vision
-    patches = job.prompts * job.prompt_tokens * vision.patches if vision is not None else 0
-    return patches * vision.values * 4 / IMAGE_RATE if patches else 0.0
 
 
 def collective_seconds(size: float, devices: int, device: Device) -> float:
@@ -258,7 +244,7 @@ def generation_seconds(job: Job, role: Role, device: Device, taken: float = 0.0)
     alive = min(rows, job.max_rows, _concurrent_rows(job, role, device, taken))
     groups = -(-rows // job.samples)
     s, c = role.shape, role.compute_bytes
-    prompts = Tokens(groups * job.prompt_tokens, 0.0, groups)
+    prompts = Tokens(groups * job.prompt_tokens, 0.0)
     engine_role = replace(role, layout=Layout(tensor, tensor), lora_rank=0)  # as the rollout engine computes it
     count = max(1.0, prompts.total / PREFILL_TOKENS)
     prefill = forward_pass(engine_role, prompts, job, device, count).seconds(device)
@@ -270,8 +256,7 @@ def generation_seconds(job: Job, role: Role, device: Device, taken: float = 0.0)
     cache = alive * context * s.kv_bytes(c) / tensor / device.bandwidth
     sampling = alive * s.vocabulary * 2 * (c + 4) / device.bandwidth
     layer_seconds = device.layer_seconds if job.eager else device.decode_seconds
-    fixed = s.layers * layer_seconds + alive * device.decode_row_seconds
-    step = (matmul + cache + sampling + fixed) * device.decode
+    step = (matmul + cache + sampling + s.layers * layer_seconds) * device.decode
     if s.experts and device.kind == "cuda":
         step += s.sparse_layers * EXPERTS_DECODE_SECONDS
     if tensor > 1:
@@ -301,14 +286,6 @@ def _concurrent_rows(job: Job, role: Role, device: Device, taken: float) -> int:
 def push_seconds(job: Job, role: Role, device: Device, generator: Role) -> float:
     """Seconds of a weight push from the actor to the devices that generate."""
     size = role.parameters * role.compute_bytes
-    seconds = _sent_seconds(job, role, device, generator, size)
-    if job.traits.is_external and device.kind == "cuda":
-        seconds += role.parameters * SUMMED_BYTES / device.bandwidth
-    return seconds
-
-
-def _sent_seconds(job: Job, role: Role, device: Device, generator: Role, size: float) -> float:
-    """Seconds until `size` bytes of weights are on the devices that generate."""
     if generator is not role:
         joined = role.layout.devices + generator.layout.devices
         return device.push_seconds + size / device.link_of(joined)

@@ -157,7 +157,6 @@ class Job:
         bucket_bytes: bucket of the weight sync.
         replays: router replay, with which every sample's prompt is computed.
         model_parallel: ranks compute with slices of the model; otherwise weights are gathered layer by layer (FSDP2).
-        reads_ahead: threads process the images of the next batch during a step.
         overlaps: generation of the next batch runs during training, on separate devices.
         generations: responses that are generated per response that is trained on (2 for ReMax).
         strict: a batch that the ranks do not divide is not possible; otherwise the largest share counts.
@@ -178,7 +177,6 @@ class Job:
     bucket_bytes: int = 512 * 2**20
     replays: bool = False
     model_parallel: bool = False
-    reads_ahead: bool = False
     overlaps: bool = False
     generations: int = 1
     strict: bool = True
@@ -216,11 +214,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens that one rank computes: of prompts and of responses. rows: sequences."""
+    """Tokens that one rank computes: of prompts and of responses."""
 
     prompt: float
     response: float
-    rows: float
 
     @property
     def total(self) -> float:
@@ -243,7 +240,7 @@ def tokens_of(job: Job, role: Role, rows: float, on_gpu: bool) -> Tokens:
     share = 1 / role.layout.sequence
     if role.shape.padded:  # at most to the longest
         share *= job.length / (job.prompt_tokens + job.response_tokens)
-    return Tokens(share * rows / together * job.prompt_tokens, share * rows * job.response_tokens, share * rows)
+    return Tokens(share * rows / together * job.prompt_tokens, share * rows * job.response_tokens)
 
 
 def rows_per_rank(job: Job, data: int) -> int:

@@ -16,8 +16,7 @@ from verl.config.load import with_overrides
 from verl.engines.token_budget import MAX_AUTO_TOKENS
 from verl.engines.traits import built_in_strategies, strategy_traits
 from verl.modeling.vision import is_vision_config, language_model_of, tower_of, tower_sizes
-from verl.planner.devices import Device
-from verl.planner.host import host_profile
+from verl.planner.devices import Device, host_profile
 from verl.planner.placement import Plan, plan_groups
 from verl.planner.search import MEGATRON_SECTION, Change, first_that_fits, preferred, smallest_change
 from verl.planner.shapes import ModelShape, VisionShape, built_in
@@ -269,9 +268,6 @@ def job_of(config: schema.Config, shapes: Mapping[str, ModelShape], names: Seque
     several = updates > 1 or actor.ppo_epochs > 1 or actor.old_log_prob_pass == "always"
     old = (several or config.algorithm.use_kl_in_reward) and not correction.bypass_mode
     multi = config.actor_rollout_ref.rollout.multi_turn.enable
-    threads = config.data.dataloader_num_workers
-    if threads is None and config.data.custom_cls.path:
-        threads = 0  # as in `reading_threads`
     read = required_columns(get_adv_estimator_fn(config.algorithm.adv_estimator), config.algorithm.settings)
     return Job(
         tuple(_role(config, name, shapes[name], on_gpu) for name in names),
@@ -290,7 +286,6 @@ def job_of(config: schema.Config, shapes: Mapping[str, ModelShape], names: Seque
         replays=actor.router_replay.mode != "disabled",
         model_parallel=isinstance(actor.engine, schema.MegatronConfig),
         generations=2 if "reward_baselines" in read else 1,  # of greedy responses
-        reads_ahead=threads != 0,
         overlaps=config.trainer.max_staleness > 0,
     )
 
