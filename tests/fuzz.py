@@ -133,9 +133,8 @@ class Config(Target):
         from verl.config import Config as Schema
         from verl.config import dump_config, load_config
         from verl.config.fields import fields_of
-        from verl.config.presets import PRESETS
 
-        self.load, self.dump, self.presets = load_config, dump_config, PRESETS
+        self.load, self.dump = load_config, dump_config
         keys = [*fields_of(Schema), *Schema.aliases.names()]
         part = st.sampled_from([*keys, *(key.rpartition(".")[0] for key in keys), "a", "_target_", "__class__", "x.y"])
         self.keys = st.one_of(
@@ -152,7 +151,7 @@ class Config(Target):
             content = yaml.safe_dump(nested, allow_unicode=True).encode(errors="surrogatepass")
             path.write_bytes(damaged(draw, content))
         try:
-            config = self.load(path and str(path), overrides, presets=self.presets)
+            config = self.load(path and str(path), overrides)
         except ValueError as error:
             assert not isinstance(error, UnicodeError), "a file in another encoding is not named"
             said(error)

@@ -10,7 +10,6 @@ from examples.quickstart import arithmetic, run, smollm2
 from examples.quickstart.tiny_model import tiny_model
 from tests.pages import blocks
 from verl.config import load_config
-from verl.config.presets import PRESETS
 
 
 @pytest.mark.parametrize(
@@ -123,5 +122,5 @@ RECIPES = [command.replace("\\\n", "") for command in blocks("internals/baseline
 
 @pytest.mark.parametrize("command", RECIPES, ids=["0.5B", "1.5B", "7B"])
 def test_the_settings_of_the_recipes_are_valid(command):
-    config = load_config(None, shlex.split(command)[3:], presets=PRESETS)
+    config = load_config(None, shlex.split(command)[3:])
     assert config.actor_rollout_ref.model.path.startswith("Qwen/")

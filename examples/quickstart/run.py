@@ -38,7 +38,6 @@ from examples.quickstart.tiny_model import tiny_model
 from verl.config import check_inputs, load_config
 from verl.config.checks.run import check_built_in
 from verl.config.load import check_combinations, read_config
-from verl.config.presets import PRESETS
 from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import read_metrics, save_curves
 from verl.trainer.base import StepReport
@@ -144,7 +143,7 @@ def learn(args: argparse.Namespace, model: Path, data: Path, out: Path) -> tuple
 
 def next_steps(args: argparse.Namespace, model: Path, data: Path) -> list[str]:
     """Commands for the trained model."""
-    config = load_config(None, rl_overrides(args, args.out / "model", data, args.out / "rl"), presets=PRESETS)
+    config = load_config(None, rl_overrides(args, args.out / "model", data, args.out / "rl"))
     commands = [*serve_command(config, model), f"verl report {args.out / 'rl'}"]
     if shutil.which("verl") is None:
         commands.insert(0, f"source {Path(sys.prefix, 'bin', 'activate')}")
@@ -203,7 +202,7 @@ def quickstart(args: argparse.Namespace) -> int:
         shutil.rmtree(args.out, ignore_errors=True)
         model = tiny_model("llama", args.out / "model", seed=args.seed, size=MODEL_SIZE[args.task])
         data = write_task(args.task, args.out / "data", rows=64 * args.steps, sft_rows=64 * steps, seed=args.seed)
-        read_config(None, rl_overrides(args, model, data, args.out / "rl"), presets=PRESETS, checks=CHECKS)
+        read_config(None, rl_overrides(args, model, data, args.out / "rl"), checks=CHECKS)
     console.print(f"random model and {64 * args.steps:,} prompts created; SFT warm-up, {steps} steps ...")
     warm = warm_up(model, data, args.out / "sft", steps, args.seed, console.print)
     console.print(f"SFT warm-up done after {time.perf_counter() - start:.0f} s; RL training, {args.steps} steps\n")

@@ -1,21 +1,21 @@
-"""python -m verl.cli.config: the table of all keys, and the part of it that is asked for."""
+"""verl config explain: the table of all keys, and the part of it that is asked for."""
 
 import pytest
 
-from verl.cli.config import SCHEMAS, main
+from verl.cli.config import SCHEMAS, explain
 from verl.config.fields import fields_of
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_key_of_every_program(name, capsys):
-    assert main(["--of", name]) == 0
+    assert explain([], name) == 0
     head, rule, *rows = capsys.readouterr().out.splitlines()
     assert head == "| key | type | default | meaning |" and set(rule) == {"|", "-"}
     assert [row.split("`")[1] for row in rows] == list(fields_of(SCHEMAS[name]))
 
 
 def test_words_choose_lines_in_any_case(capsys):
-    assert main(["CLIP_RATIO", "dual"]) == 0
+    assert explain(["CLIP_RATIO", "dual"], "ppo") == 0
     _, _, *rows = capsys.readouterr().out.splitlines()
     assert [row.split("`")[1] for row in rows] == ["actor_rollout_ref.actor.clip_ratio_c"]
 
@@ -35,7 +35,7 @@ def test_words_choose_lines_in_any_case(capsys):
     ],
 )
 def test_words_that_are_nowhere(words, expected, capsys):
-    assert main(words) == 1
+    assert explain(words, "ppo") == 1
     found = capsys.readouterr()
     assert found.err.startswith("error: no key of ppo has ") and found.err.endswith(f"{expected}\n")
     assert found.out == ""

@@ -2,7 +2,9 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -70,8 +72,16 @@ READERS[""] += ["merge --backend fsdp --local_dir FILE --target_dir target", "se
 READERS[""] += ["merge test --backend megatron --local_dir FILE --test_hf_dir FILE"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("suffix", "command"), [(suffix, line) for suffix in READERS for line in READERS[suffix]])
+def cases() -> Iterator[Any]:
+    """(command, suffix, kind): the first command of each suffix with all kinds, the others with what waits or loops."""
+    for suffix, commands in READERS.items():
+        for number, command in enumerate(commands):
+            for kind in KINDS:
+                is_fast = number == 0 or kind in ("pipe", "loop")
+                yield pytest.param(command, suffix, kind, marks=() if is_fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("command", "suffix", "kind"), cases())
 def test_a_file_that_cannot_be_read(command, suffix, kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = hostile(tmp_path, kind, suffix)
@@ -88,7 +98,7 @@ def test_a_file_that_cannot_be_read(command, suffix, kind, tmp_path, monkeypatch
     "command",
     [
         "verify-resume --steps N",
-        *(f"plan --gpus 8 --{name} N" for name in ("gpus", "prompts", "samples", "prompt-tokens", "updates")),
+        "plan --gpus N",
         "quickstart --steps N",
         "quickstart --model . --test-rows N",
         *(

@@ -1,6 +1,5 @@
 """The command `verl` and `verl serve`: help without torch, errors before a model is loaded."""
 
-import logging
 import os
 import shutil
 import signal
@@ -71,19 +70,6 @@ def test_a_port_in_use_is_reported_before_the_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         status, text = call("serve", "no_such_model", "--port", str(taken.getsockname()[1]))
     assert status == 1 and "cannot listen on 127.0.0.1" in text and "--port" in text
-
-
-@pytest.mark.parametrize(("threads", "count"), [(2, 1), (1, 0)])
-def test_taken_cores_are_a_warning(threads, count, folder, monkeypatch, caplog):
-    from verl.cli.serve import load
-    from verl.utils.device import warn_if_oversubscribed
-
-    monkeypatch.setattr("os.getloadavg", lambda: (999.0, 999.0, 999.0))
-    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
-    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
-    warn_if_oversubscribed.cache_clear()  # once per process
-    with load({"name": "native"}, {"path": folder, "template": None}, "cpu", (64, 8), "tiny"):
-        assert caplog.text.count("CPU oversubscription: load average ") == count
 
 
 def test_serve_prints_its_address_and_a_random_token_and_stops(folder, capfd):

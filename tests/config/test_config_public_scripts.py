@@ -10,7 +10,6 @@ import pytest
 
 from verl.config import load_config
 from verl.config.checks.run import check_built_in
-from verl.config.presets import PRESETS
 from verl.trainer.startup.command_line import split_arguments
 
 COMMON = """
@@ -45,11 +44,6 @@ DYNAMIC = """
 
 # name -> ((a key, its value, how many keys are ignored), what a script adds to COMMON)
 SCRIPTS = {
-    "grpo with fsdp and an update bucket": (
-        ("actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes", 4096, 0),
-        f"""algorithm.adv_estimator=grpo {KL_LOSS} {MICRO} algorithm.use_kl_in_reward=False
-        actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=4096""",
-    ),
     "grpo with generations in the trackers and a legacy switch": (
         ("trainer.log_val_generations", 10, 2),
         f"""algorithm.adv_estimator=grpo {KL_LOSS} {DYNAMIC} trainer.log_val_generations=10
@@ -100,28 +94,6 @@ SCRIPTS = {
         actor_rollout_ref.rollout.val_kwargs.n=1 actor_rollout_ref.rollout.enable_chunked_prefill=True
         actor_rollout_ref.rollout.max_num_batched_tokens=1536 trainer.resume_mode=auto""",
     ),
-    "gspo": (
-        ("actor_rollout_ref.actor.policy_loss.loss_mode", "gspo", 2),
-        f"""algorithm.adv_estimator=grpo {DYNAMIC} actor_rollout_ref.actor.policy_loss.loss_mode=gspo
-        actor_rollout_ref.actor.clip_ratio_low=0.0003 actor_rollout_ref.actor.clip_ratio_high=0.0004
-        actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean data.filter_overlong_prompts_workers=64
-        actor_rollout_ref.actor.entropy_checkpointing=True""",
-    ),
-    "cispo": (
-        ("actor_rollout_ref.actor.clip_ratio_low", 10.0, 0),
-        f"""algorithm.adv_estimator=grpo {MICRO} actor_rollout_ref.actor.policy_loss.loss_mode=cispo
-        actor_rollout_ref.actor.clip_ratio_low=10 actor_rollout_ref.actor.clip_ratio_high=0.2""",
-    ),
-    "rloo": (
-        ("algorithm.use_kl_in_reward", True, 0),
-        f"""algorithm.adv_estimator=rloo {MICRO} algorithm.use_kl_in_reward=True algorithm.kl_penalty=kl
-        algorithm.kl_ctrl.kl_coef=0.001 actor_rollout_ref.actor.use_kl_loss=False""",
-    ),
-    "remax with greedy validation of several samples": (
-        ("actor_rollout_ref.rollout.val_kwargs.n", 4, 0),
-        f"""algorithm.adv_estimator=remax {DYNAMIC} algorithm.use_kl_in_reward=True
-        actor_rollout_ref.rollout.val_kwargs.n=4 actor_rollout_ref.rollout.val_kwargs.do_sample=False""",
-    ),
     "reinforce++ with micro-batches over all gpus": (
         ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 32, 0),
         """algorithm.adv_estimator=reinforce_plus_plus actor_rollout_ref.actor.ppo_micro_batch_size=256
@@ -151,12 +123,6 @@ SCRIPTS = {
         +actor_rollout_ref.model.override_config.attn_implementation=flash_attention_2
         +actor_rollout_ref.model.override_config.max_position_embeddings=32768
         trainer.resume_from_path=checkpoints/x/global_step_20 ray_kwargs.ray_init.num_cpus=32""",
-    ),
-    "rollout correction": (
-        ("algorithm.rollout_correction.rollout_is", "token", 0),
-        f"""algorithm.adv_estimator=grpo {DYNAMIC} algorithm.rollout_correction.rollout_is=token
-        algorithm.rollout_correction.rollout_is_threshold=2.0 algorithm.rollout_correction.rollout_rs=null
-        algorithm.rollout_correction.bypass_mode=False actor_rollout_ref.rollout.calculate_log_probs=True""",
     ),
     "the keys that are used most": (
         ("actor_rollout_ref.actor.checkpoint.save_contents", ["model", "optimizer", "extra", "hf_model"], 0),
@@ -199,7 +165,7 @@ def test_a_public_script_loads(name, caplog):
     (key, value, ignored), further = SCRIPTS[name]
     path, overrides, _ = split_arguments(shlex.split(COMMON + further))
     with caplog.at_level(logging.WARNING, "verl.config"):
-        config = load_config(path, overrides, presets=PRESETS, extra_checks=[check_built_in])
+        config = load_config(path, overrides, extra_checks=[check_built_in])
     assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 2
     for part in key.split("."):
         config = config[part]

@@ -87,7 +87,7 @@ VALUES = {
     "data.train_files=[a": "the value is not valid YAML",
     "data.seed=${trainer.sed}": "did you mean trainer.seed?",
     "trainer.project_name=${oc.env:VERL_SURELY_NOT_SET}": "VERL_SURELY_NOT_SET",
-    "algorithm.name=gsp": "there is no algorithm 'gsp'",
+    "algorithm.name=gsp": "there is no algorithm 'gsp': did you mean 'gspo'? known: analytic_passk, cispo, ",
     "algorithm.name=dpo": "'dpo' is not an algorithm of this command: run verl dpo --online",
     # not supported
     "data.audio_key=sounds": "audio is not supported",

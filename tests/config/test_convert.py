@@ -5,10 +5,9 @@ import json
 import pytest
 import yaml
 
-from verl.cli.config.show import as_text, print_converted
+from verl.cli.config import as_text, print_converted
 from verl.config import ConfigError, load_config
 from verl.config.fields import unflatten
-from verl.config.presets import PRESETS
 from verl.config.public.convert import convert, read_source
 from verl.config.schema import Config, SFTConfig
 
@@ -21,7 +20,7 @@ def converted(tmp_path, arguments: dict, source="auto", gpus=1, schema=Config):
     layer, remarks = read_source(path)
     found = convert(layer, source, schema, gpus)
     found.remarks += remarks
-    found.check(PRESETS if found.schema is Config else {})
+    found.check()
     return found
 
 
@@ -69,11 +68,6 @@ def test_sizes_that_are_no_whole_number_of_prompts(tmp_path):
         ({"beta": 0, "report_to": "wandb"}, {"trainer.logger": ["console", "jsonl", "wandb"]}),
         ({"beta": 0, "report_to": "none"}, {"trainer.logger": ["console", "jsonl"]}),
         ({"beta": 0, "save_strategy": "no"}, {"trainer.save_freq": -1}),
-        ({"kl_coef": 0.1}, {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.1}),
-        ({"kl_coef": 0.1}, {"algorithm.lam": 0.95, "data.max_response_length": 53}),
-        ({"cliprange": 0.3, "learning_rate": 1e-5}, {_ACTOR + "clip_ratio": 0.3, "critic.optim.lr": 1e-5}),
-        ({"num_ppo_epochs": 2, "per_device_train_batch_size": 16, "num_mini_batches": 4},
-         {"data.train_batch_size": 16, _ACTOR + "ppo_mini_batch_size": 4, "critic.ppo_epochs": 2}),
         ({"max_length": 64, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
          {"data.max_length": 64, "data.train_batch_size": 8, "data.micro_batch_size_per_gpu": 4, "optim.lr": 2e-5}),
     ],
@@ -82,8 +76,7 @@ def test_values_that_change(arguments, expected, tmp_path):
     found = converted(tmp_path, arguments)
     assert expected.items() <= found.values.items()
     assert not [line for line in found.remarks if line.startswith("problem")]
-    presets = PRESETS if found.schema is Config else {}
-    load_config(base=unflatten(found.values), presets=presets, schema=found.schema)
+    load_config(base=unflatten(found.values), schema=found.schema)
 
 
 def test_nothing_of_trl_is_dropped_silently(tmp_path):
@@ -120,7 +113,7 @@ def test_a_script_for_public_verl(tmp_path):
         "shell variables, replace them with values: data.train_files",
     ]
     found = convert(layer, "auto", Config, 1)
-    found.check(PRESETS)
+    found.check()
     assert found.values["algorithm.adv_estimator"] == "grpo" and found.values[_ACTOR + "optim.clip_grad"] == 0.5
     assert found.values["trainer.logger"] == ["console", "wandb"]
     assert "data.train_batch_size" not in found.values  # 1024 is the default
@@ -141,8 +134,8 @@ def test_both_forms_load(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text(as_text(found, "x", overrides=True))
     layer, _ = read_source(script)
-    by_words = load_config(base={key: setting.value for key, setting in layer.items()}, presets=PRESETS)
-    assert by_words == load_config(base=unflatten(found.values), presets=PRESETS)
+    by_words = load_config(base={key: setting.value for key, setting in layer.items()})
+    assert by_words == load_config(base=unflatten(found.values))
 
 
 def test_wrong_files(tmp_path):
@@ -150,6 +143,8 @@ def test_wrong_files(tmp_path):
         read_source(tmp_path / "nothing.sh")
     with pytest.raises(ValueError, match="--from trl: expected auto, verl, trl-grpo"):
         convert({}, "trl", Config, 1)
+    with pytest.raises(ValueError, match="cliprange, kl_coef: a PPOConfig is not converted"):
+        converted(tmp_path, {"kl_coef": 0.1, "cliprange": 0.3})
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import shlex
 import pytest
 
 from verl.config import ConfigError, load_config, settings_without_effect
-from verl.config.presets import PRESETS
 from verl.config.schema import Config, SFTConfig
 from verl.trainer.startup.command_line import split_arguments
 
@@ -94,7 +93,7 @@ def test_a_public_script_loads(name, caplog):
     further, ignored = SCRIPTS[name]
     path, overrides, _ = split_arguments(shlex.split(COMMON + further))
     with caplog.at_level(logging.WARNING, "verl.config"):
-        config: Config = load_config(path, overrides, presets=PRESETS)
+        config: Config = load_config(path, overrides)
     policy = config.actor_rollout_ref
     assert (policy.actor.strategy, policy.ref.strategy, config.critic.strategy) == ("megatron",) * 3
     assert policy.actor.megatron.tensor_model_parallel_size == policy.ref.megatron.tensor_model_parallel_size == 4

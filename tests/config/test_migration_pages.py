@@ -8,7 +8,6 @@ import pytest
 from tests.pages import DOCS, table_rows
 from verl.config import ConfigError, load_config, to_flat_dict
 from verl.config.fields import fields_of
-from verl.config.presets import PRESETS
 from verl.config.public import trl as trl_names
 from verl.config.schema import Config, SFTConfig
 from verl.trainer.startup.command_line import split_arguments
@@ -25,7 +24,7 @@ def test_the_command_of_the_trl_page_is_valid():
     program, name, *arguments = shlex.split(command.replace("\\\n", " "))
     assert (program, name) == ("verl", "train")
     path, overrides, _ = split_arguments(arguments)
-    assert load_config(path, overrides, presets=PRESETS).actor_rollout_ref.rollout.n == 8
+    assert load_config(path, overrides).actor_rollout_ref.rollout.n == 8
 
 
 TABLES = {"GRPOConfig": (Config, trl_names.RL), "SFTConfig": (SFTConfig, trl_names.SFT)}

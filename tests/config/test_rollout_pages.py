@@ -11,7 +11,6 @@ from examples.quickstart.tiny_model import tiny_model
 from tests.pages import DOCS, ROOT, blocks
 from verl.agents import Prompt, make_agent_loop
 from verl.config import load_config, to_flat_dict
-from verl.config.presets import PRESETS
 from verl.data.tokenization import check_messages
 from verl.rollout.request import SamplingParams
 
@@ -32,7 +31,7 @@ def test_commands(page, monkeypatch):
     for words in main_ppo(page):
         assert "..." not in words, f"{page}: incomplete: {words}"
         path = words[words.index("--config") + 1] if "--config" in words else None
-        load_config(path, [word for word in words if "=" in word], presets=PRESETS)
+        load_config(path, [word for word in words if "=" in word])
 
 
 def test_rows_of_datasets(tmp_path):

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from verl.config import load_config
-from verl.config.presets import PRESETS
 from verl.registry import load_object
 from verl.rewards.functions import REWARD_FUNCTION_REGISTRY
 from verl.trainer.local_trainer import LocalPPOTrainer
@@ -15,15 +14,15 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_configuration_loads_and_can_run(path, monkeypatch):
-    config = load_config(path, presets=PRESETS)
+    config = load_config(path)
     assert config.data.train_files and config.actor_rollout_ref.model.path == "./models/policy"
     monkeypatch.setenv("MODEL", "/models/m")
-    changed = load_config(path, presets=PRESETS).actor_rollout_ref.model.path
+    changed = load_config(path).actor_rollout_ref.model.path
     assert changed == ("/models/m" if "MODEL" in path.read_text() else "./models/policy")
 
 
 def test_the_short_forms_mean_what_they_say():
-    config = load_config(EXAMPLES / "configs" / "cli_ppo.yaml", presets=PRESETS)
+    config = load_config(EXAMPLES / "configs" / "cli_ppo.yaml")
     assert config.actor_rollout_ref.actor.clip_ratio == config.actor_rollout_ref.actor.clip_ratio_low == 0.2
     assert (config.critic.value_loss_coef, config.data.train_batch_size) == (0.5, 16)
     assert config.reward.reward_function == "accuracy_reward" and config.algorithm.adv_estimator == "gae"

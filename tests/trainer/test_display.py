@@ -12,7 +12,6 @@ from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.output.run_log import next_lines, serve_command
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.sft import SFTTrainer
-from verl.utils.device import oversubscription, warn_if_oversubscribed
 
 
 @pytest.fixture
@@ -130,23 +129,3 @@ def test_sft(tiny, tmp_path, lines):
     SFTTrainer(overrides=[*given, "data.prompt_key=prompt", "data.response_key=answer"]).fit()
     assert [line.split()[2] for line in lines if line.startswith("step ")] == ["loss", "loss"]
     assert any(line.startswith("loss ") and "in 2 steps" in line for line in lines)
-
-
-def test_the_hint_about_taken_cores():
-    assert oversubscription(threads=2, load=0.4, cores=2) is None
-    assert oversubscription(threads=1, load=8.0, cores=2) is None
-    assert oversubscription(threads=8, load=20.0, cores=64) is None
-    assert oversubscription(threads=64, load=40.0, cores=64) == (
-        "CPU oversubscription: load average 40.0 on 64 cores, and torch uses 64 threads, which can make steps many "
-        "times slower. Set OMP_NUM_THREADS=24"
-    )
-    assert oversubscription(threads=2, load=3.0, cores=2).endswith("Set OMP_NUM_THREADS=1")
-
-
-def test_taken_cores_are_a_warning_of_a_run_on_a_cpu(settings, lines, monkeypatch):
-    monkeypatch.setattr("os.getloadavg", lambda: (999.0, 999.0, 999.0))
-    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    warn_if_oversubscribed.cache_clear()  # once per process
-    for _ in range(2):
-        LocalPPOTrainer(overrides=[*settings, "algorithm.name=grpo", "trainer.device=cpu"])
-    assert [line[:35] for line in lines if "oversubscription" in line] == ["CPU oversubscription: load average "]

@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import logging
 import os
 import signal
 from pathlib import Path
@@ -23,7 +22,6 @@ from verl.protocol import DataProto
 from verl.rollout.hf import HFRollout
 from verl.rollout.request import SamplingParams, make_requests
 from verl.trainer.main_generation import GenerationRun, main
-from verl.utils.device import resolve_device, warn_if_oversubscribed
 from verl.utils.rng import fork_seed
 from verl.workers.rollout.worker import RolloutWorker
 
@@ -332,7 +330,7 @@ def test_bad_rows_end_in_one_message(row, message, keys, tmp_path, capsys):
 
 def test_help_and_print_config(keys, capsys):
     assert main(["--help"]) == 0
-    assert "python -m verl.cli.config --of generation" in capsys.readouterr().out
+    assert "verl config explain --of generation" in capsys.readouterr().out
     assert main([*keys, "--print-config"]) == 0
     assert "n_samples: 3" in capsys.readouterr().out
 
@@ -345,18 +343,3 @@ def test_dry_run_checks_everything_and_generates_nothing(keys, tmp_path, capsys)
     assert list(tmp_path.iterdir()) == []
     assert main([*keys, "--dry-run", "rollout.prompt_length=4"]) == 1
     assert "prompts are longer than 4 tokens" in capsys.readouterr().err
-
-
-def test_taken_cores_are_a_warning(keys, monkeypatch, caplog):
-    monkeypatch.setattr("os.getloadavg", lambda: (999.0, 999.0, 999.0))
-    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    monkeypatch.setattr(generate, "LocalWorkerGroup", lambda *args, **kwargs: None)
-    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
-    for device, count in (("cpu", 1), ("cuda", 0)):
-        warn_if_oversubscribed.cache_clear()  # once per process
-        caplog.clear()
-        run = GenerationRun(overrides=[*keys, "trainer.device=cpu"])
-        monkeypatch.setattr(generate, "resolve_device", lambda setting, device=device: torch.device(device))
-        run.init_workers()
-        assert caplog.text.count("CPU oversubscription: load average ") == count
-        monkeypatch.setattr(generate, "resolve_device", resolve_device)

@@ -15,7 +15,7 @@ ACTOR = "actor_rollout_ref.actor."
 
 
 def load(*overrides: str):
-    return load_config(overrides=overrides, presets=PRESETS)
+    return load_config(overrides=overrides)
 
 
 def keys(*overrides: str) -> set[str]:

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -16,8 +17,9 @@ def test_a_run_that_resumes_exactly(settings, capsys):
 
 
 def test_wrong_arguments(capsys):
-    assert main(["--steps=1", "a=b"]) == 1
-    assert "--steps: expected int >= 2, found '1'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["--steps=1", "a=b"])
+    assert "--steps: expected a whole number from 2 to 1000000000, found '1'" in capsys.readouterr().err
 
 
 def make_run(folder, value: float, reward: float, other: str = "x", more: tuple[str, ...] = ()):

@@ -6,9 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from verl.cli.data import data, rewards
-from verl.cli.export import export
 from verl.cli.programs import PROGRAMS, examples
-from verl.cli.push import push
+from verl.cli.push import export, push
 from verl.cli.runs import report, runs
 from verl.cli.serve import serve
 from verl.processes.streams import command_output
@@ -57,12 +56,15 @@ config = typer.Typer(help="Explain, show, compare and convert configurations.", 
 _Program = Annotated[str, typer.Option("--of", help="program: ppo, sft, dpo, rm, generation or evaluation")]
 
 
-@config.command("explain", add_help_option=False, context_settings=_PASS_ON)
-def explain(terms: Annotated[list[str] | None, typer.Argument(metavar="[WORD]...")] = None) -> None:
-    """Every key with type, default and meaning, or those with WORD."""
-    from verl.cli.config.show import main
+@config.command("explain")
+def explain(
+    terms: Annotated[list[str] | None, typer.Argument(metavar="[WORD]...", help="only keys with all of them")] = None,
+    program: _Program = "ppo",
+) -> None:
+    """Every key with type, default and meaning, or those whose line contains every WORD."""
+    from verl.cli.config import explain as print_keys
 
-    raise typer.Exit(main(terms or [], "verl config explain"))
+    raise typer.Exit(print_keys(terms or [], program))
 
 
 @config.command("show", context_settings=_PASS_ON)
@@ -73,7 +75,7 @@ def show(
     program: _Program = "ppo",
 ) -> None:
     """Print the configuration that a file and overrides give."""
-    from verl.cli.config.show import show as print_config
+    from verl.cli.config import show as print_config
 
     print_config(file, overrides or [], program, changed)
 
@@ -85,7 +87,7 @@ def diff(
     program: _Program = "ppo",
 ) -> None:
     """Print the keys that differ between two configurations. Exit status 1 if there are any, as diff."""
-    from verl.cli.config.show import diff as compared
+    from verl.cli.config import diff as compared
 
     raise typer.Exit(compared(a, b, program))
 
@@ -94,14 +96,14 @@ def diff(
 def convert(
     file: Annotated[Path, typer.Argument(help="YAML or JSON; a file or script with key=value words for public verl")],
     source: Annotated[
-        str, typer.Option("--from", help="auto, verl, trl-grpo, trl-ppo or trl-sft; auto decides by the keys")
+        str, typer.Option("--from", help="auto, verl, trl-grpo or trl-sft; auto decides by the keys")
     ] = "auto",
     program: Annotated[str, typer.Option("--of", help="program of a verl configuration: ppo or sft")] = "ppo",
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the TRL run, whose batch sizes are per device")] = 1,
     overrides: Annotated[bool, typer.Option("--overrides", help="Print key=value lines instead of YAML.")] = False,
 ) -> None:
     """Convert a configuration of public verl or TRL."""
-    from verl.cli.config.show import print_converted
+    from verl.cli.config import print_converted
 
     raise typer.Exit(print_converted(file, source, program, gpus, overrides))
 

@@ -6,12 +6,11 @@ import sys
 from verl.processes.streams import command_output
 from verl.utils.redaction import console_text
 
-HELP = """usage: verl plan [FILE.yaml] key=value ...
-       verl plan --gpus N [--gpu H200] [--model 7B] [FILE.yaml] key=value ...
-
-The first form runs all checks of `verl train`, prints its plan, the memory per device in each phase, the time of a step
-and the best placement. `placement=auto` in a run applies that placement. The second form predicts the same settings on
-other GPUs; it needs no files and no GPU.
+USAGE = """verl plan [FILE.yaml] key=value ...
+       verl plan --gpus N [--gpu H200] [--model 7B] [FILE.yaml] key=value ..."""
+DESCRIPTION = """The first form runs all checks of `verl train`, prints its plan, the memory per device in each phase,
+the time of a step and the best placement. `placement=auto` in a run applies that placement. The second form predicts
+the same settings on other GPUs; it needs no files and no GPU.
 """
 
 #: largest number of an option
@@ -25,7 +24,6 @@ def main(arguments: list[str] | None = None, program: str = "verl plan") -> int:
     """Run the command. Returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"--help", "-h"} & set(arguments):
-        print(HELP)
         _parser().print_help()
         return 0
     if wrong := _wrong_form(arguments):
@@ -62,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     from verl.planner import devices, shapes
     from verl.trainer.startup.command_line import whole_number
 
-    parser = argparse.ArgumentParser(prog="verl plan", allow_abbrev=False, add_help=False)
+    parser = argparse.ArgumentParser("verl plan", USAGE, DESCRIPTION, allow_abbrev=False, add_help=False)
     models = f"a size ({', '.join(shapes.BUILT_IN)}), the folder of a model, or its name on the Hugging Face Hub"
     parser.add_argument("--gpus", type=whole_number(1, _MOST), help="number of GPUs")
     parser.add_argument("--gpu", default="H200", help=f"one of {', '.join(devices.BUILT_IN)}")

@@ -23,7 +23,7 @@ from verl.single_controller.local.cluster import LocalWorkerGroup, make_pool
 from verl.single_controller.worker import RankEnv, Worker, WorkerSpec, free_port
 from verl.single_controller.worker_group import Future, WorkerError
 from verl.trainer.startup.command_line import print_error
-from verl.utils.device import resolve_device, warn_if_oversubscribed
+from verl.utils.device import resolve_device
 
 _RANK_0_SECONDS = 10  # for the error of rank 0, if another rank has failed while they make the engine
 _CPU_RANKS = 8  # processes on a CPU with fewer cores
@@ -71,8 +71,6 @@ class ServedEngine:
         """
         if self.size > 1:
             _check_devices(self.device, self.size)
-        if resolve_device(self.device).type == "cpu":
-            warn_if_oversubscribed()
         if self.size == 1 or engine_traits(self.config.name).own_process:
             yield self.make(0)
             return

@@ -4,6 +4,7 @@ Both runs use the given configuration, in a temporary folder. Every tensor and f
 metric of every step is compared, except times.
 """
 
+import argparse
 import json
 import math
 import sys
@@ -15,15 +16,8 @@ from typing import Any
 
 from verl.checkpoints.manifest import MANIFEST
 from verl.processes.streams import command_output
-from verl.trainer.startup.command_line import USER_ERRORS, print_error, split_arguments
+from verl.trainer.startup.command_line import USER_ERRORS, print_error, split_arguments, whole_number
 from verl.utils.redaction import console_text
-
-HELP = """usage: verl verify-resume [--steps N] [--config FILE.yaml] key=value ...
-
-Trains N steps (default 4) without an interruption, and N/2 steps, a resume and the rest, in a temporary folder.
-Compares every tensor, file and metric. Exits with status 1 if they differ.
-"""
-
 
 #: metrics of time and of the machine
 _MEASURED = ("time", "timing_s/", "perf/", "rollout/tokens_per_second", "weight_sync/seconds", "weight_sync/gb_per")
@@ -34,32 +28,21 @@ _NAMES_FOLDER = ("config.yaml", "trainer.json", ".metadata")
 @command_output()
 def main(arguments: list[str] | None = None, program: str = "verl verify-resume") -> int:
     """Run the command. Returns the exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or {"--help", "-h"} & set(arguments):
-        print(HELP)
-        return 0
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage="%(prog)s [--steps N] [--config FILE.yaml] key=value ...",
+        description="Train N steps without an interruption, and N/2 steps, a resume and the rest, in a temporary "
+        "folder. Compare every tensor, file and metric. Exit with status 1 if they differ.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--steps", type=whole_number(2, 10**9), default=4, help="steps of each run (default: 4)")
+    options, rest = parser.parse_known_args((sys.argv[1:] if arguments is None else arguments) or ["--help"])
     try:
-        steps, rest = _steps(arguments)
-        comparison = verify(*split_arguments(rest)[:2], steps)
+        comparison = verify(*split_arguments(rest)[:2], options.steps)
     except USER_ERRORS as error:
         return print_error(error)
     print(console_text("\n".join(comparison.lines())))
     return 1 if comparison.differences else 0
-
-
-def _steps(arguments: list[str]) -> tuple[int, list[str]]:
-    """(--steps, the other arguments). Raises ValueError unless it is at least 2."""
-    rest, text = [], "4"
-    remaining = iter(arguments)
-    for argument in remaining:
-        name, equals, value = argument.partition("=")
-        if name == "--steps":
-            text = value if equals else next(remaining, "")
-        else:
-            rest.append(argument)
-    if not text.isdecimal() or int(text) < 2:
-        raise ValueError(f"--steps: expected int >= 2, found {text!r}")
-    return int(text), rest
 
 
 @dataclass(frozen=True)

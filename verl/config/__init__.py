@@ -9,7 +9,7 @@ _HOME = {
     "verl.config.errors": "ConfigError Problem",
     "verl.config.fields": "differences to_flat_dict",
     "verl.config.inputs": "check_code check_data check_inputs check_models",
-    "verl.config.load": "apply_preset dump_config load_config load_section",
+    "verl.config.load": "dump_config load_config load_section",
     "verl.config.schema.ppo": "Config",
 }
 

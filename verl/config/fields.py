@@ -39,7 +39,7 @@ def field(
 
     Args:
         default: the default value. With `default_from`: the default of a section that is built separately.
-        help: one line of help, shown by `python -m verl.cli.config`.
+        help: one line of help, shown by `verl config explain`.
         default_from: an interpolation such as "${data.seed}", used if the field is not set or null.
         active_when: when the field has an effect. Setting it without effect is logged (`settings_without_effect`).
         limits: `gt`, `ge`, `lt`, `le`.

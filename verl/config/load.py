@@ -32,7 +32,6 @@ from verl.utils.redaction import redacted, remember_settings
 
 T = TypeVar("T", bound=Schema)
 Check = Callable[[Any], Iterable[Problem]]
-Presets = Mapping[str, Mapping[str, Any]]
 
 #: keys of a preset that define its algorithm
 _IDENTITY = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
@@ -46,7 +45,6 @@ def load_config(
     overrides: Overrides = (),
     *,
     base: Mapping[str, Any] | None = None,
-    presets: Presets | None = None,
     schema: type[T] = Config,
     extra_checks: Iterable[Check] = (),
 ) -> T:
@@ -56,7 +54,6 @@ def load_config(
         path: a YAML file, or a dictionary with nested or dotted keys.
         overrides: `key=value`, with or without a leading `--` or `+`; or a dictionary with nested or dotted keys.
         base: a dictionary with nested or dotted keys.
-        presets: algorithm name -> {dotted key: value}, selected by `algorithm.name`; None: the built-in ones.
         schema: the configuration to load.
         extra_checks: functions of the loaded configuration that return further problems.
 
@@ -65,7 +62,7 @@ def load_config(
             the file or the override.
     """
     checks = (check_combinations, *extra_checks)
-    reading = read_config(path, overrides, base=base, presets=presets, schema=schema, checks=checks)
+    reading = read_config(path, overrides, base=base, schema=schema, checks=checks)
     remember_settings(to_flat_dict(reading.config))
     reading.log_notes()
     return reading.config
@@ -98,12 +95,10 @@ def read_config(
     overrides: Overrides = (),
     *,
     base: Mapping[str, Any] | None = None,
-    presets: Presets | None = None,
     schema: type[T] = Config,
     checks: Iterable[Check] = (),
 ) -> Reading[T]:
     """Like `load_config`, but logs nothing, and the caller names all checks, also that of combinations."""
-    presets = PRESETS if presets is None else presets
     layers = [read_mapping(base, "base")] if base else []
     if isinstance(path, Mapping):
         layers, path = [*layers, read_mapping(path, "config")], None
@@ -117,11 +112,11 @@ def read_config(
     problems += reader.problems
     notes = reader.notes
     if isinstance(settings.get("algorithm.name", _ABSENT).value, str):
-        settings = agree_with_preset(settings, reader.source_of, presets, problems, notes)
+        settings = agree_with_preset(settings, reader.source_of, problems, notes)
     values = {key: setting.value for key, setting in settings.items()}
     if isinstance(values.get("algorithm.name"), str):
         try:
-            values = apply_preset(values, presets, schema)
+            values = apply_preset(values, schema)
         except ValueError as error:
             problems.append(Problem("algorithm.name", str(error)))
     config = _validated(schema, values, problems)
@@ -162,7 +157,7 @@ def load_section(name: str, values: Mapping[str, Any], schema: type[Schema] = Co
 
 
 def agree_with_preset(
-    settings: Layer, source_of: Mapping[str, int], presets: Presets, problems: list[Problem], notes: list[str]
+    settings: Layer, source_of: Mapping[str, int], problems: list[Problem], notes: list[str]
 ) -> Layer:
     """Resolve settings that disagree with the preset of `algorithm.name`.
 
@@ -173,7 +168,6 @@ def agree_with_preset(
     Args:
         settings: dotted key -> setting.
         source_of: dotted key -> index of its source; later sources win.
-        presets: as in `load_config`.
         problems, notes: extended.
 
     Returns:
@@ -181,7 +175,7 @@ def agree_with_preset(
     """
     name, kept, result = settings["algorithm.name"], [], dict(settings)
     preset = f"algorithm.name: {name.value} ({name.location})"
-    for key, expected in presets.get(name.value, {}).items():
+    for key, expected in PRESETS.get(name.value, {}).items():
         if key not in settings or settings[key].value == expected:
             continue
         setting = f"{settings[key].key}: {settings[key].value} ({settings[key].location})"
@@ -191,7 +185,7 @@ def agree_with_preset(
         elif age < 0:
             notes.append(f"{preset} replaces {setting} by {expected}")
             del result[key]
-        elif age > 0 or key != _IDENTITY[0] or all(p.get(key) != settings[key].value for p in presets.values()):
+        elif age > 0 or key != _IDENTITY[0] or all(p.get(key) != settings[key].value for p in PRESETS.values()):
             # losses are combined freely with presets
             notes.append(f"{setting} replaces {expected}, which {preset} sets")
         else:
@@ -202,22 +196,20 @@ def agree_with_preset(
     return result
 
 
-def apply_preset(settings: Mapping[str, Any], presets: Presets, schema: type[Schema] = Config) -> dict[str, Any]:
+def apply_preset(settings: Mapping[str, Any], schema: type[Schema]) -> dict[str, Any]:
     """Merge the preset of `algorithm.name` with the given dotted keys, which take precedence.
 
     A key of the preset that takes its default from a given key (clip_ratio_low from clip_ratio) is dropped as well.
     Raises ValueError if there is no such preset.
     """
-    name = settings.get("algorithm.name")
-    if name is None:
-        return dict(settings)
-    if name not in presets and name in OTHER_COMMANDS:
+    name = settings["algorithm.name"]
+    if name in OTHER_COMMANDS:
         raise ValueError(f"{name!r} is not an algorithm of this command: run {OTHER_COMMANDS[name]}")
-    if name not in presets:
-        raise ValueError(f"there is no algorithm {name!r}: {did_you_mean(str(name), presets)}")
+    if name not in PRESETS:
+        raise ValueError(f"there is no algorithm {name!r}: {did_you_mean(name, PRESETS)}")
     derived = derived_fields(schema)
     dropped = {key for key in derived if any(f"${{{other}}}" in derived[key] for other in settings)}
-    return {key: value for key, value in presets[name].items() if key not in dropped} | dict(settings)
+    return {key: value for key, value in PRESETS[name].items() if key not in dropped} | dict(settings)
 
 
 def dump_config(config: Schema, *, everything: bool = False, redact: bool = False) -> str:

@@ -29,7 +29,7 @@ from verl.trainer.guards.interruption import Stopped
 from verl.trainer.ppo.operators import repeat
 from verl.trainer.startup.command_line import print_error
 from verl.trainer.startup.inputs import stop_token_ids
-from verl.utils.device import resolve_device, resolve_dtype, warn_if_oversubscribed
+from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.disk import DiskFullError
 from verl.utils.tokenizer import decode_all
 from verl.workers.rollout.worker import RolloutWorker
@@ -168,8 +168,6 @@ class GenerationRun:
     def init_workers(self) -> None:
         """Start the worker group that generates, which loads the model."""
         config = self.config
-        if resolve_device(config.trainer.device).type == "cpu":
-            warn_if_oversubscribed()
         spec = WorkerSpec(
             RolloutWorker,
             {

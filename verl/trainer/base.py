@@ -32,7 +32,7 @@ from verl.trainer.output.run_log import RunLog, warn_nothing_to_train
 from verl.trainer.runner import FlowRunner
 from verl.trainer.state.checkpointing import Checkpointer
 from verl.trainer.view import RunView, StepReport
-from verl.utils.device import frozen_heap, process_rss, warn_if_oversubscribed
+from verl.utils.device import frozen_heap, process_rss
 from verl.utils.disk import lock_folder
 from verl.utils.rng import seed_everything
 
@@ -79,8 +79,6 @@ class Trainer(ABC):
 
     def __init__(self, run: Run, source: PromptSource):
         trainer = run.config.trainer
-        if trainer.device != "cuda":
-            warn_if_oversubscribed()
         self.run, self.cluster, self.source = run, run.cluster, source
         self.tokenizer = run.inputs.tokenizer
         self.folder = run.working_dir / trainer.default_local_dir

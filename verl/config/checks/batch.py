@@ -8,7 +8,6 @@ from verl.config.checks.rollout import placement_is_open
 from verl.config.checks.run import ModelRole, model_roles
 from verl.config.errors import Problem
 from verl.config.schema.megatron import MegatronConfig
-from verl.config.schema.model import EngineConfig
 from verl.config.schema.offline import GenerationConfig
 from verl.config.schema.ppo import Config
 from verl.config.schema.rollout import RolloutEngineConfig
@@ -68,18 +67,11 @@ def check_ranks(config: Config) -> Iterator[Problem]:
 
 def _check_role(config: Config, role: ModelRole, devices: list[int] | None) -> Iterator[Problem]:
     """The sizes of one role divide its ranks, and the ranks a mini-batch. devices: None: all."""
-    engine, section, n = role.engine, role.engine_key, config.actor_rollout_ref.rollout.n
+    n = config.actor_rollout_ref.rollout.n
     ranks = len(devices) if devices else config.trainer.nnodes * config.trainer.n_gpus_per_node
-    yield from _check_shard_groups(section, engine, ranks)
-    if ranks % engine.ranks_with_same_rows:
-        sizes = {key: engine[key] for key in _MODEL_PARALLEL_SIZES if key in engine and engine[key] > 1}
-        group = " x ".join(f"{key}={size}" for key, size in sizes.items())
-        message = f"{ranks} ranks are not divisible by the model-parallel size {engine.ranks_with_same_rows} ({group})"
-        yield Problem(f"{section}.{next(iter(sizes))}", message)
-        return
-    ranks //= engine.ranks_with_same_rows
-    mini = role.section.get("ppo_mini_batch_size")
-    if mini is not None and mini * n % ranks:
+    yield from _check_model_parallel(role, ranks)
+    mini, ranks = role.section.get("ppo_mini_batch_size"), _data_parallel_ranks(role, ranks)
+    if mini is not None and ranks and mini * n % ranks:
         step = ranks // math.gcd(n, ranks)
         fitting = " or ".join(str(m) for m in (mini // step * step, mini // step * step + step) if m)
         yield Problem(
@@ -89,14 +81,24 @@ def _check_role(config: Config, role: ModelRole, devices: list[int] | None) -> I
         )
 
 
-def _check_shard_groups(section: str, engine: EngineConfig | MegatronConfig, ranks: int) -> Iterator[Problem]:
-    """FSDP shards over groups of `fsdp_size` ranks, of those that a tensor-parallel group leaves."""
-    if isinstance(engine, MegatronConfig) or ranks == 1 or ranks % engine.tensor_parallel_size:
-        return
-    size, sharding = engine.fsdp_size, ranks // engine.tensor_parallel_size
-    if size > 0 and sharding % size:
-        message = f"{size} does not divide the {sharding} ranks that FSDP shards over: use a divisor, or -1 for all"
-        yield Problem(f"{section}.fsdp_size", message)
+def _data_parallel_ranks(role: ModelRole, ranks: int) -> int:
+    """Ranks with different rows; 0 if the model-parallel size does not divide the ranks."""
+    return 0 if ranks % role.engine.ranks_with_same_rows else ranks // role.engine.ranks_with_same_rows
+
+
+def _check_model_parallel(role: ModelRole, ranks: int) -> Iterator[Problem]:
+    """The model-parallel size divides the ranks, and the size of FSDP's groups those that it shards over."""
+    engine, section = role.engine, role.engine_key
+    if not (isinstance(engine, MegatronConfig) or ranks == 1 or ranks % engine.tensor_parallel_size):
+        size, sharding = engine.fsdp_size, ranks // engine.tensor_parallel_size
+        if size > 0 and sharding % size:
+            message = f"{size} does not divide the {sharding} ranks that FSDP shards over: use a divisor, or -1 for all"
+            yield Problem(f"{section}.fsdp_size", message)
+    if not _data_parallel_ranks(role, ranks):
+        sizes = {key: engine[key] for key in _MODEL_PARALLEL_SIZES if key in engine and engine[key] > 1}
+        group = " x ".join(f"{key}={size}" for key, size in sizes.items())
+        message = f"{ranks} ranks are not divisible by the model-parallel size {engine.ranks_with_same_rows} ({group})"
+        yield Problem(f"{section}.{next(iter(sizes))}", message)
 
 
 def shard_notes(config: Config | SFTConfig) -> Iterator[str]:
@@ -139,14 +141,9 @@ def _check_tensor_parallel(prefix: str, rollout: RolloutEngineConfig, ranks: int
 
 def check_sft_ranks(config: SFTConfig) -> Iterator[Problem]:
     """Every data-parallel rank must get the same number of samples of a batch."""
-    batch, engine, ranks = config.data.train_batch_size, config.engine.selected, config.trainer.n_gpus_per_node
-    yield from _check_shard_groups("engine", engine, ranks)
-    sizes = " x ".join(f"engine.{key}" for key in _MODEL_PARALLEL_SIZES if key in engine)
-    if ranks % engine.ranks_with_same_rows:
-        yield Problem(
-            "trainer.n_gpus_per_node",
-            f"{ranks} ranks are not divisible by the model-parallel size {engine.ranks_with_same_rows} ({sizes})",
-        )
-    elif batch % (ranks := ranks // engine.ranks_with_same_rows):
+    batch, (role,) = config.data.train_batch_size, model_roles(config)
+    yield from _check_model_parallel(role, config.trainer.n_gpus_per_node)
+    ranks = _data_parallel_ranks(role, config.trainer.n_gpus_per_node)
+    if ranks and batch % ranks:
         fitting = " or ".join(str(size) for size in (batch // ranks * ranks, (batch // ranks + 1) * ranks) if size)
         yield Problem("data.train_batch_size", f"{batch} samples are not divisible by {ranks} ranks: use {fitting}")

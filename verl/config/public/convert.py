@@ -13,15 +13,14 @@ from typing import Any
 from verl.config.checks.run import check_built_in
 from verl.config.errors import ConfigError
 from verl.config.fields import Schema, derived_fields, to_flat_dict
-from verl.config.load import Presets, check_combinations, read_config
+from verl.config.load import check_combinations, read_config
 from verl.config.public.trl import DEFAULTS, TABLES, kind_of, rules_of
 from verl.config.public.upstream import upstream_defaults, upstream_key
 from verl.config.reader import Reader
 from verl.config.schema import Config, SFTConfig
 from verl.config.sources import Layer, read_overrides, read_text, read_yaml
 
-KINDS = ("verl", "trl-grpo", "trl-ppo", "trl-sft")
-_ALGORITHM = {"trl-grpo": "grpo", "trl-ppo": "ppo"}
+KINDS = ("verl", "trl-grpo", "trl-sft")
 
 
 @dataclass
@@ -38,11 +37,11 @@ class Conversion:
     values: dict[str, Any] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
 
-    def check(self, presets: Presets) -> None:
+    def check(self) -> None:
         """Add a remark for every value that is not accepted here."""
         try:
             checks = [check_combinations, *((check_built_in,) if self.schema is Config else ())]
-            read_config(base=self.values, presets=presets, schema=self.schema, checks=checks)
+            read_config(base=self.values, schema=self.schema, checks=checks)
         except ConfigError as error:
             self.remarks += [f"problem: {problem.key}: {problem.message}" for problem in error.problems]
 
@@ -92,7 +91,7 @@ def convert(layer: Layer, source: str, schema: type[Schema], gpus: int) -> Conve
         gpus: GPUs of the TRL run.
 
     Raises:
-        ValueError: `source` is none of these.
+        ValueError: `source` is none of these, or the settings are those of TRL's PPOConfig.
     """
     arguments = {key: setting.value for key, setting in layer.items()}
     if source == "auto":
@@ -107,8 +106,8 @@ def convert(layer: Layer, source: str, schema: type[Schema], gpus: int) -> Conve
 
 def _from_trl(arguments: Mapping[str, Any], kind: str, gpus: int) -> Conversion:
     result = Conversion(SFTConfig if kind == "trl-sft" else Config)
-    if kind in _ALGORITHM:
-        result.values["algorithm.name"] = _ALGORITHM[kind]
+    if kind == "trl-grpo":
+        result.values["algorithm.name"] = "grpo"
     set_here = {name: value for name, value in arguments.items() if value is not None}
     effective = DEFAULTS[kind] | set_here
     rules, table = rules_of(kind, gpus), TABLES[kind]

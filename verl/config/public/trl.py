@@ -16,10 +16,6 @@ _ACTOR = _ARR + "actor."
 _TABLES = tomllib.loads((Path(__file__).parent / "trl.toml").read_text(encoding="utf-8"))
 RL, SFT, _SHORT = _TABLES["rl"], _TABLES["sft"], _TABLES["short"]
 
-#: arguments of PPOConfig: its own, and those of GRPOConfig with the same meaning
-PPO = {name: RL[name] for name in RL.keys() - {"num_iterations", "beta", "epsilon", "epsilon_high", "loss_type"}}
-PPO |= _TABLES["ppo"]
-
 
 def key_of(name: str, schema: str | None) -> str | None:
     """Return the config key for an argument of TRL or a short name; None if it is neither.
@@ -33,7 +29,7 @@ def key_of(name: str, schema: str | None) -> str | None:
 
 # ---- conversion -----------------------------------------------------------------------------------------------------
 
-TABLES: dict[str, Mapping[str, str]] = {"trl-grpo": RL, "trl-ppo": PPO, "trl-sft": SFT}
+TABLES: dict[str, Mapping[str, str]] = {"trl-grpo": RL, "trl-sft": SFT}
 """Kind -> argument -> key."""
 
 Values = dict[str, Any]
@@ -51,9 +47,6 @@ _RUN = {
 #: kind -> defaults of TRL that differ from the defaults here
 DEFAULTS: dict[str, Values] = {
     "trl-grpo": _RUN | {"num_generations": 8, "max_completion_length": 256, "beta": 0.0, "loss_type": "dapo"},
-    "trl-ppo": _RUN
-    | {"learning_rate": 3e-6, "num_ppo_epochs": 4, "kl_coef": 0.05, "cliprange_value": 0.2, "lam": 0.95}
-    | {"response_length": 53, "temperature": 0.7, "num_mini_batches": 1},
     "trl-sft": _RUN | {"learning_rate": 2e-5},
 }
 
@@ -67,10 +60,16 @@ _AGGREGATION = {
 
 
 def kind_of(arguments: Mapping[str, Any]) -> str | None:
-    """The class that has these arguments: trl-grpo, trl-ppo or trl-sft; None if they are not TRL's."""
+    """The class that has these arguments: trl-grpo or trl-sft; None if they are not TRL's.
+
+    Raises:
+        ValueError: they are those of PPOConfig, which TRL counts as experimental.
+    """
+    of_ppo = {"num_ppo_epochs", "kl_coef", "cliprange", "response_length", "reward_model_path", "vf_coef"}
+    if names := sorted(of_ppo & set(arguments)):
+        raise ValueError(f"{', '.join(names)}: a PPOConfig is not converted: expected a GRPOConfig or SFTConfig")
     for kind, names in (
         ("trl-grpo", {"num_generations", "max_completion_length", "beta", "loss_type", "reward_funcs"}),
-        ("trl-ppo", {"num_ppo_epochs", "kl_coef", "cliprange", "response_length", "reward_model_path", "vf_coef"}),
         ("trl-sft", {"max_length", "max_seq_length", "packing", "assistant_only_loss", "completion_only_loss"}),
     ):
         if names & set(arguments):
@@ -127,7 +126,7 @@ def rules_of(kind: str, gpus: int) -> dict[str, Rule]:
             }
         }
     rules["fp16"] = _if_true({dtype: "fp16"})
-    return rules | (_ppo(gpus) if kind == "trl-ppo" else _grpo(gpus))
+    return rules | _grpo(gpus)
 
 
 def _grpo(gpus: int) -> dict[str, Rule]:
@@ -170,33 +169,6 @@ def _grpo(gpus: int) -> dict[str, Rule]:
     }
 
 
-def _ppo(gpus: int) -> dict[str, Rule]:
-    def batch(value: int, arguments: Mapping[str, Any]) -> Values | str:
-        prompts = value * gpus * arguments["gradient_accumulation_steps"]
-        mini = _integer(_ACTOR + "ppo_mini_batch_size", Fraction(prompts, arguments["num_mini_batches"]))
-        if isinstance(mini, str):
-            return mini
-        return {"data.train_batch_size": prompts, _ACTOR + "ppo_micro_batch_size_per_gpu": value} | mini
-
-    def same(*keys: str) -> Rule:
-        return lambda value, arguments: dict.fromkeys(keys, value)
-
-    estimators = {"k1": {"algorithm.kl_penalty": "kl"}, "k3": {"algorithm.kl_penalty": "low_var_kl"}}
-    return {
-        "per_device_train_batch_size": batch,
-        "num_mini_batches": _part_of_another,
-        "learning_rate": same(_ACTOR + "optim.lr", "critic.optim.lr"),
-        "num_ppo_epochs": same(_ACTOR + "ppo_epochs", "critic.ppo_epochs"),
-        "kl_coef": lambda value, arguments: {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": value},
-        "kl_estimator": _one_of(estimators, "use k1 or k3"),
-        "sft_model_path": same(_ARR + "model.path"),
-        "reward_model_path": lambda value, arguments: {
-            "reward.reward_model.enable": True,
-            "reward.reward_model.model_path": value,
-        },
-    }
-
-
 def _updates(arguments: Mapping[str, Any]) -> Fraction:
     """Optimizer updates per generation and epoch."""
     accumulation = arguments["gradient_accumulation_steps"]
@@ -204,7 +176,7 @@ def _updates(arguments: Mapping[str, Any]) -> Fraction:
 
 
 def _steps(key: str, value: float, arguments: Mapping[str, Any], kind: str) -> Values | str:
-    """TRL counts optimizer updates; a step here is a generation with its updates. PPOConfig counts as here."""
+    """TRL counts optimizer updates; a step here is a generation with its updates."""
     updates = _updates(arguments) * arguments.get("num_iterations", 1) if kind == "trl-grpo" else Fraction(1)
     if isinstance(value, float) and 0 < value < 1:
         return "found a fraction of the run, expected a number of steps"

@@ -17,7 +17,6 @@ _HOME = {
         "GenerationRolloutConfig OfflineTrainerConfig"
     ),
     "verl.config.schema.ppo": "ActorRolloutRefConfig Config",
-    "verl.config.schema.preference": "DPOConfig PreferenceDataConfig PreferenceLossConfig RMConfig",
     "verl.config.schema.reward": (
         "CustomRewardFunctionConfig ManagerModuleConfig RewardConfig RewardManagerConfig RewardModelConfig"
     ),
@@ -26,7 +25,8 @@ _HOME = {
         "SamplingConfig ServerAgentConfig ServerConfig ValSamplingConfig"
     ),
     "verl.config.schema.sft": (
-        "SFTCheckpointConfig SFTConfig SFTDataConfig SFTEngineConfig SFTOptimConfig SFTTrainerConfig"
+        "DPOConfig PreferenceDataConfig PreferenceLossConfig RMConfig SFTCheckpointConfig SFTConfig SFTDataConfig "
+        "SFTEngineConfig SFTOptimConfig SFTTrainerConfig"
     ),
     "verl.config.schema.trainer": "PlacementConfig RayConfig RunConfig TrainerConfig",
 }

@@ -81,9 +81,7 @@ def usage(text: str, program: str) -> str:
         text: with `{program}` for the command.
         program: a module, which `python -m` runs, or a subcommand of `verl`, such as "verl train".
     """
-    if not program.startswith("verl "):
-        return text.format(program=f"python -m {program}")
-    return text.format(program=program).replace("python -m verl.cli.config", "verl config explain")
+    return text.format(program=program if program.startswith("verl ") else f"python -m {program}")
 
 
 def whole_number(least: int, most: int) -> Callable[[str], int]:

@@ -30,7 +30,7 @@ def program_help(usage: str, start: str = "workers start", option: str = "") -> 
     Args:
         usage: the arguments of an example, and further options.
         start: what a dry run does not do.
-        option: of `verl.cli.config`, selects the keys of the program.
+        option: of `verl config explain`, selects the keys of the program.
     """
     return f"""usage: {{program}} [--config FILE.yaml] key=value ...
 
@@ -39,7 +39,7 @@ def program_help(usage: str, start: str = "workers start", option: str = "") -> 
   --dry-run            run all checks, print the plan, and stop before {start}
   --verbose            with --dry-run: list the checks
   --print-config       print the resolved configuration, and stop
-  --help               this text; all keys: python -m verl.cli.config{option}
+  --help               this text; all keys: verl config explain{option}
 """
 
 

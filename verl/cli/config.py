@@ -1,10 +1,5 @@
-"""`verl config` explain, show, diff and convert.
+"""What `verl config` prints: explain, show, diff and convert. The commands are declared in `verl.cli.app`."""
 
-verl config explain [--of ppo|sft|dpo|rm|...] [WORD ...]: every key, its type, default and help. With words:
-only the keys whose line contains all of them, ignoring case. The table is Markdown.
-"""
-
-import argparse
 import json
 import shlex
 import sys
@@ -21,9 +16,7 @@ from verl.config.public.convert import Conversion, convert, read_source
 from verl.config.public.trl import key_of
 from verl.config.public.upstream import upstream_key
 from verl.config.schema.offline import EvalConfig, GenerationConfig
-from verl.config.schema.preference import DPOConfig, RMConfig
-from verl.config.schema.sft import SFTConfig
-from verl.processes.streams import command_output
+from verl.config.schema.sft import DPOConfig, RMConfig, SFTConfig
 from verl.registry import did_you_mean
 from verl.tracking.runs import read_about
 from verl.trainer.startup.command_line import USER_ERRORS, print_error, user_errors
@@ -55,21 +48,20 @@ def select(table: str, terms: list[str]) -> str:
     return "\n".join([head, rule, *matches]) + "\n" if matches else ""
 
 
-@command_output()
-def main(arguments: list[str] | None = None, program: str = "python -m verl.cli.config") -> int:
-    """Print the table; returns the exit status. `program` is the name in --help."""
-    parser = argparse.ArgumentParser(prog=program, description="Every key of a configuration.")
-    parser.add_argument("--of", choices=list(SCHEMAS), default="ppo", help="which program's keys (default: ppo)")
-    parser.add_argument("words", nargs="*", metavar="WORD", help="show only the keys whose line contains every word")
-    options = parser.parse_args(arguments)
-    table = reference_table(SCHEMAS[options.of])
-    matches = select(table, options.words)
+def explain(terms: list[str], program: str) -> int:
+    """Print the table of all keys as Markdown, or the lines with all words, ignoring case. Returns the exit status."""
+    try:
+        schema = schema_of(program)
+    except USER_ERRORS as error:
+        return print_error(error)
+    table = reference_table(schema)
+    matches = select(table, terms)
     if not matches:
-        print(f"error: {_no_match_message(table, options.of, options.words)}", file=sys.stderr)
+        print(f"error: {_no_match_message(table, program, terms)}", file=sys.stderr)
         return 1
-    last_names = {key.rpartition(".")[2] for key in fields_of(SCHEMAS[options.of])}
-    for word in options.words:
-        if (meant := key_of(word, SCHEMAS[options.of].upstream)) and word not in last_names:
+    last_names = {key.rpartition(".")[2] for key in fields_of(schema)}
+    for word in terms:
+        if (meant := key_of(word, schema.upstream)) and word not in last_names:
             print(f"no key is called {word!r}: did you mean {meant}?", file=sys.stderr)
     print(matches.rstrip("\n"))
     return 0
@@ -162,8 +154,7 @@ def _load(path: str | None, overrides: list[str], program: str) -> Schema:
     schema = schema_of(program)
     if program == "evaluation":
         return load_config(path, overrides, schema=schema)
-    presets = PRESETS if program == "ppo" else None
-    return load_config(path, overrides, base=launcher_settings(), presets=presets, schema=schema)
+    return load_config(path, overrides, base=launcher_settings(), schema=schema)
 
 
 def _text(values: dict[str, Any], key: str) -> str:
@@ -180,7 +171,7 @@ def print_converted(path: Path, source: str, program: str, gpus: int, overrides:
         layer, remarks = read_source(path)
         conversion = convert(layer, source, schema, gpus)
         conversion.remarks += remarks
-        conversion.check(PRESETS if conversion.schema is Config else {})
+        conversion.check()
     except USER_ERRORS as error:
         return print_error(error)
     print(as_text(conversion, str(path), overrides))
