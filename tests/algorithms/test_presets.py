@@ -14,7 +14,7 @@ ACTOR = "actor_rollout_ref.actor."
 @pytest.mark.parametrize("name", PRESETS)
 class TestPreset:
     def test_is_a_valid_configuration(self, name):
-        config = load_config(overrides=[f"algorithm.name={name}"], presets=PRESETS)
+        config = load_config(overrides=[f"algorithm.name={name}"])
         assert config.algorithm.adv_estimator == PRESETS[name]["algorithm.adv_estimator"]
 
     def test_names_what_is_registered(self, name):

@@ -46,6 +46,7 @@ def run(how: Registered, layout: Layout, worker, *args, **kwargs):
     return how.collect(layout, results)
 
 
+#: (dp, tp, pp)
 MESHES = [(d, t, p) for d in range(1, 65) for t in range(1, 65) for p in range(1, 65) if d * t * p <= 64]
 
 
@@ -83,11 +84,11 @@ def join_stages(layout: Layout, results: list) -> DataProto:
     return DataProto.concat([results[r] for _, r in by_stage])
 
 
-def test_round_trip_of_every_mode_on_every_mesh_up_to_64_ranks():
+def test_round_trip_of_every_mode_on_every_mesh_up_to_24_ranks():
     """The identity on every rank gives back what went in, in the form that each mode promises."""
     register_dispatch_mode("ROWS_BY_STAGE", rows_by_stage, join_stages)
     identity, count = lambda rank, x: x, lambda rank, b: {"x": (float(b.batch["x"].sum()), len(b))}
-    for d, t, p in MESHES:
+    for d, t, p in (mesh for mesh in MESHES if math.prod(mesh) <= 24):
         layout = Layout.grid(dp=d, tp=t, pp=p)
         world, uneven, even = d * t * p, rows(d + 1), rows(d)
         assert run(Registered(Dispatch.RANK_ZERO), layout, identity, "x") == "x"
@@ -95,14 +96,13 @@ def test_round_trip_of_every_mode_on_every_mesh_up_to_64_ranks():
         assert run(Registered(Dispatch.ONE_TO_GROUPS), layout, identity, "x") == ["x"] * d
         assert run(Registered(Dispatch.ALL_TO_ALL), layout, identity, list(range(world))) == list(range(world))
         assert run(Registered(Dispatch.DP_COMPUTE), layout, identity, list(range(d))) == list(range(d))
-        assert_same(run(Registered(Dispatch.ND_COMPUTE, mesh="other"), layout, identity, uneven), uneven)
+        assert_same(run(Registered(Dispatch.DP_COMPUTE_PROTO, mesh="other"), layout, identity, uneven), uneven)
         assert run(Registered(Dispatch.DP_COMPUTE_METRIC), layout, count, even) == {"x": (d - 1) / 2}
         assert_same(run(Registered("ROWS_BY_STAGE"), layout, identity, rows(p + 2)), rows(p + 2))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8, 9])
-@pytest.mark.parametrize("mode", [Dispatch.DP_COMPUTE_PROTO, Dispatch.ND_COMPUTE])
-def test_padding_and_unpadding(n, mode):
+def test_padding_and_unpadding(n):
     """Each rank gets ceil(n / dp) rows; what fills up never comes back, also when there are fewer rows than ranks."""
     layout, sizes = Layout.grid(dp=4, tp=2), []
 
@@ -111,7 +111,7 @@ def test_padding_and_unpadding(n, mode):
         assert other.non_tensor_batch["uid"].tolist() == batch.non_tensor_batch["uid"].tolist()
         return DataProto.from_dict({"x": batch.batch["x"] * scale}, {"uid": batch.non_tensor_batch["uid"]})
 
-    out = run(Registered(mode), layout, worker, rows(n), scale=3, other=rows(n))
+    out = run(Registered(Dispatch.DP_COMPUTE_PROTO), layout, worker, rows(n), scale=3, other=rows(n))
     assert out.batch["x"].tolist() == [3 * i for i in range(n)]
     assert out.non_tensor_batch["uid"].tolist() == [f"row {i}" for i in range(n)]
     assert sizes == [-(-n // 4)] * 8
@@ -259,8 +259,6 @@ def test_marks_are_inherited_and_checked():
         register("DP_COMPUT")
     with pytest.raises(ValueError, match="arguments of the other ranks would be lost"):
         register(Dispatch.DP_COMPUTE_PROTO, Execute.RANK_ZERO)
-    with pytest.raises(ValueError, match="ND_COMPUTE requires mesh="):
-        register(Dispatch.ND_COMPUTE)
 
 
 def test_rows_are_not_copied():

@@ -122,11 +122,11 @@ def test_a_mesh_by_name():
         def layout(self, mesh=None):
             return Coordinates() if mesh == "rollout" else super().layout(mesh)
 
-        @register(dispatch_mode=Dispatch.ND_COMPUTE, mesh="rollout")
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="rollout")
         def generate(self, batch):
             return batch
 
-        @register(dispatch_mode=Dispatch.ND_COMPUTE, mesh="other")
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="other")
         def other(self, batch):
             return batch
 

@@ -204,6 +204,7 @@ def test_a_hang_ends_with_the_stacks_of_all_ranks():
     assert "in hang_with_the_lock" in rank1 and "in serve" in rank0 and gone(pid0) and gone(pid1)
 
 
+@pytest.mark.slow
 def test_one_worker_with_a_device_is_a_process_too(monkeypatch):
     """It sees the chosen device alone, which this process could not arrange for itself any more."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")

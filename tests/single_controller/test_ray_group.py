@@ -49,7 +49,9 @@ def groups(monkeypatch):
     assert not ray.is_initialized(), "what was started for the roles ends with them"
 
 
+@pytest.mark.slow
 def test_calls_and_batches_by_reference(groups):
+    """Of the runs that are not slow, one in tests/trainer/test_executors.py is on Ray."""
     for check in (check_ranks, check_rows, check_large_columns, check_order):
         check(groups)
     actor = groups["actor"]

@@ -23,6 +23,11 @@ open(sys.argv[1], "w", encoding="utf-8").write("went on")
 """
 
 
+def slow(*row):
+    """A row of a table: one process, which others of the table resemble."""
+    return pytest.param(*row, marks=pytest.mark.slow)
+
+
 def run(tmp_path, setup="", end="", redirect="", **env):
     """The bytes of stdout and stderr of a process that logs. It must reach its end and exit with status 0."""
     program, mark = tmp_path / "program.py", tmp_path / "mark"
@@ -37,8 +42,8 @@ def run(tmp_path, setup="", end="", redirect="", **env):
 @pytest.mark.parametrize(
     ("env", "expected"),
     [
-        ({"PYTHONIOENCODING": "utf-8"}, "é".encode()),
-        ({"PYTHONIOENCODING": "ascii"}, rb"\xe9"),
+        slow({"PYTHONIOENCODING": "utf-8"}, "é".encode()),
+        slow({"PYTHONIOENCODING": "ascii"}, rb"\xe9"),
         ({"PYTHONIOENCODING": "latin-1"}, "é".encode("latin-1")),
         ({"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}, rb"\xe9"),
     ],
@@ -56,11 +61,13 @@ def test_lines_in_every_encoding(env, expected, tmp_path):
     [
         ({"redirect": "> /dev/full"}, b"OSError: [Errno 28]"),
         ({"redirect": "| head -c 1"}, None),  # the first line may be written before head ends
-        ({"redirect": ">&-"}, None),
+        slow({"redirect": ">&-"}, None),
         ({"setup": "sys.stdout.close()"}, b"ValueError: I/O operation on closed file"),
-        ({"setup": "import io; sys.stdout = io.StringIO()"}, None),
-        ({"setup": "sys.stdout = None"}, None),
-        ({"setup": "import codecs; sys.stdout = codecs.getwriter('ascii')(sys.stdout.buffer)"}, b"UnicodeEncodeError"),
+        slow({"setup": "import io; sys.stdout = io.StringIO()"}, None),
+        slow({"setup": "sys.stdout = None"}, None),
+        slow(
+            {"setup": "import codecs; sys.stdout = codecs.getwriter('ascii')(sys.stdout.buffer)"}, b"UnicodeEncodeError"
+        ),
     ],
     ids=["full disk", "head", "no file", "closed", "StringIO", "None", "StreamWriter"],
 )
@@ -92,13 +99,15 @@ sys.exit(main())
 @pytest.mark.parametrize(
     ("body", "redirect", "status", "said"),
     [
-        ("logging.getLogger('verl').info('x' * 10_000)", "> /dev/full", 0, b"the log cannot be written to stdout: "),
+        slow(
+            "logging.getLogger('verl').info('x' * 10_000)", "> /dev/full", 0, b"the log cannot be written to stdout: "
+        ),
         ("print('x')", "> /dev/full", 1, b"error: stdout cannot be written: No space left on device"),
-        ("print('x'); sys.exit(3)", "> /dev/full", 1, b"error: stdout cannot be written: No space left on device"),
+        slow("print('x'); sys.exit(3)", "> /dev/full", 1, b"error: stdout cannot be written: No space left on device"),
         ("print('x'); raise KeyError('y')", "> /dev/full", 1, b"KeyError: 'y'"),
         ("print('x' * 100_000); print('y', file=sys.stderr)", "| true", 4, b"y"),
-        ("print('y', file=sys.stderr)", "2> /dev/full", 4, b""),
-        ("print('x' * 100_000); print('y', file=sys.stderr)", "> /dev/full 2>&1", 1, b""),
+        slow("print('y', file=sys.stderr)", "2> /dev/full", 4, b""),
+        slow("print('x' * 100_000); print('y', file=sys.stderr)", "> /dev/full 2>&1", 1, b""),
     ],
 )
 def test_the_status_of_a_command_whose_output_is_lost(body, redirect, status, said, tmp_path):

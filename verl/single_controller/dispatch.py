@@ -21,7 +21,6 @@ section 4.1) for any mesh.
 | DP_COMPUTE        | the entry of its DP group                       | a list, one result per DP group               |
 | DP_COMPUTE_PROTO  | its rows of every DataProto, the rest unchanged | the DataProtos of the DP groups, concatenated |
 | DP_COMPUTE_METRIC | the same; the rows must divide evenly           | the metrics of the DP groups, merged          |
-| ND_COMPUTE        | as DP_COMPUTE_PROTO, over the mesh named `mesh` | the DataProtos of its DP groups, concatenated |
 
 If the data-parallel size does not divide the batch, DP_COMPUTE_PROTO pads with copies of rows and drops their results.
 A method that sums over rows (an update) needs DP_COMPUTE_METRIC, which never pads.
@@ -317,7 +316,6 @@ class Dispatch(StrEnum):
     DP_COMPUTE = "DP_COMPUTE"
     DP_COMPUTE_PROTO = "DP_COMPUTE_PROTO"
     DP_COMPUTE_METRIC = "DP_COMPUTE_METRIC"
-    ND_COMPUTE = "ND_COMPUTE"
 
 
 class Execute(StrEnum):
@@ -350,7 +348,6 @@ register_dispatch_mode(
 register_dispatch_mode(Dispatch.DP_COMPUTE, _dispatch_entry_per_group, _collect_groups)
 register_dispatch_mode(Dispatch.DP_COMPUTE_PROTO, _dispatch_rows, _collect_rows)
 register_dispatch_mode(Dispatch.DP_COMPUTE_METRIC, _dispatch_even_rows, _collect_metrics)
-register_dispatch_mode(Dispatch.ND_COMPUTE, _dispatch_rows, _collect_rows)
 
 
 # ---- registering methods ------------------------------------------------------------------------------------------
@@ -410,7 +407,7 @@ def register(
         mesh: The mesh whose layout is used, for a worker with several (see `Worker.layout`).
 
     Raises:
-        ValueError: The dispatch mode does not exist, or the arguments exclude each other.
+        ValueError: The dispatch mode does not exist, or `execute_mode` excludes it.
     """
     mode, execute = str(dispatch_mode), Execute(execute_mode)
     DISPATCH_MODES[mode]  # report an unknown name here, where the worker is defined
@@ -419,8 +416,6 @@ def register(
             f"execute_mode RANK_ZERO requires dispatch_mode RANK_ZERO or ONE_TO_ALL, found {mode}: the arguments of "
             f"the other ranks would be lost"
         )
-    if mode == Dispatch.ND_COMPUTE and mesh is None:
-        raise ValueError("dispatch_mode ND_COMPUTE requires mesh='...', the name passed to Worker.layout(mesh)")
 
     def mark(method: FunctionType) -> FunctionType:
         setattr(method, _MARK, Registered(mode, execute, blocking, mesh))

@@ -38,7 +38,7 @@ class RolloutMethods(Worker, ABC):
     def max_over_ranks(self, values: list[float]) -> list[float]:
         """The maximum of each value over all ranks of the group."""
 
-    @register(dispatch_mode=Dispatch.ND_COMPUTE, mesh="rollout")
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="rollout")
     def generate_sequences(self, batch: DataProto) -> DataProto | None:
         """Generate one trajectory per row; see `Rollout.generate`."""
         return self.rollout.generate(batch, self.max_over_ranks)

@@ -143,7 +143,7 @@ class RolloutWorker(RolloutMethods):
 
     # ---- generation without training ----------------------------------------------------------------------------
 
-    @register(dispatch_mode=Dispatch.ND_COMPUTE, mesh="rollout")
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="rollout")
     def generate_responses(self, batch: DataProto) -> DataProto | None:
         """Generate one response per row, returned without padding.
 
