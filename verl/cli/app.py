@@ -51,6 +51,14 @@ for _program in PROGRAMS:
     app.command(_program.name, help=_program.help, add_help_option=False, context_settings=_PASS_ON)(_program.command())
 
 
+@app.command("check")
+def check(quiet: Annotated[bool, typer.Option("--quiet", help="Print only problems and remarks.")] = False) -> None:
+    """Check packages and devices, and print the fixes. Exit status 1 if a component is missing or broken."""
+    from verl.env_check.check import check_env
+
+    check_env(verbose=not quiet)
+
+
 config = typer.Typer(help="Explain, show, compare and convert configurations.", no_args_is_help=True)
 
 _Program = Annotated[str, typer.Option("--of", help="program: ppo, sft, dpo, rm, generation or evaluation")]

@@ -3,7 +3,6 @@
 And `verl examples`: list the example scripts and configurations, and copy them to edit.
 """
 
-import argparse
 import ast
 import importlib
 import json
@@ -58,21 +57,6 @@ class Command:
         return [word for word in candidates if word.startswith(incomplete)]
 
 
-def check(arguments: list[str], program: str) -> int:
-    """The environment check, as `python -m verl.utils.env_check`. Exits with 1 if a component is missing or broken."""
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description="Check the packages and devices of this machine, and print the fix for every problem. "
-        "`verl train --dry-run` checks a configuration and its data.",
-    )
-    parser.add_argument("--quiet", action="store_true", help="print only problems and remarks")
-    options = parser.parse_args(arguments)
-    from verl.env_check.check import check_env
-
-    check_env(verbose=not options.quiet)
-    return 0
-
-
 def merge(arguments: list[str], program: str) -> int:
     """verl.model_merger, whose command `merge` is the default."""
     from verl.model_merger.__main__ import main as merger
@@ -104,7 +88,6 @@ PROGRAMS = (
     Command("eval", "verl.trainer.main_eval", "Score responses; pass@k; compare two models.", "evaluation"),
     Command("merge", "verl.cli.programs:merge", "Merge a checkpoint into a Hugging Face model."),
     Command("verify-resume", "verl.cli.verify_resume", "Check that a resumed run equals an uninterrupted one.", "ppo"),
-    Command("check", "verl.cli.programs:check", "Check packages and devices, and print the fixes."),
     Command("quickstart", "verl.cli.programs:quickstart", "Train a tiny model with GRPO and watch its reward rise."),
 )
 

@@ -112,7 +112,7 @@ def format_bytes(size: int) -> str:
 
 def folder_size(folder: Path) -> int:
     """Total bytes of the files in a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return sum(file_sizes(folder).values())
 
 
 # ---- the lock of a folder -------------------------------------------------------------------------------------------
