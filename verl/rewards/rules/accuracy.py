@@ -15,6 +15,8 @@ from verl.rewards.rules.answers import extract
 from verl.rewards.rules.answers.extract import Answer
 from verl.rewards.rules.answers.rule import AnswerRule, is_equal, read_references
 
+_LEADING_ZERO = re.compile(r"-?0[0-9]")
+_WORDS = re.compile(r"\\text(?:bf)?\{([^{}]*)\}")
 _CALCULATION = re.compile(r"[0-9)]\s*(?:[*+×^]|\\times|\\cdot)\s*[0-9(]")
 
 
@@ -33,7 +35,7 @@ def _equal(answer: str, reference: str) -> bool:
     """Equal as in `compare`, but p% is no fraction, and a number with leading zeros ("007") is text."""
     if _plain(answer) == _plain(reference):
         return True
-    if re.match(r"-?0[0-9]", reference) or re.match(r"-?0[0-9]", answer):
+    if _LEADING_ZERO.match(reference) or _LEADING_ZERO.match(answer):
         return False
     if "=" not in answer and _CALCULATION.search(answer) and not _CALCULATION.search(reference):
         return False  # 6*7 states no final answer
@@ -44,8 +46,7 @@ def _equal(answer: str, reference: str) -> bool:
 
 def _plain(text: str) -> str:
     """Normalize case, whitespace, emphasis, math delimiters and closing punctuation."""
-    text = re.sub(r"\\text(?:bf)?\{([^{}]*)\}", r"\1", text)
-    return " ".join(text.casefold().split()).strip("*_`'\"$ ").rstrip(".?,;:*_`'\"$ ")
+    return " ".join(_WORDS.sub(r"\1", text).casefold().split()).strip("*_`'\"$ ").rstrip(".?,;:*_`'\"$ ")
 
 
 ACCURACY = AnswerRule(

@@ -47,6 +47,8 @@ _THOUGHT = re.compile(
 
 def visible_text(text: str) -> str:
     """Return the text without thoughts. One that the prompt opened ends at its closing tag, an open one at the end."""
+    if "<" not in text and "[" not in text and "◁" not in text:
+        return text
     kept, begin, depth = [], 0, 0
     for mark in _THOUGHT.finditer(text):
         if mark["open"]:
