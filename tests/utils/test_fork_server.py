@@ -270,13 +270,13 @@ import os, signal, threading
 from verl.processes.fork_server import server_for
 server = server_for(os.environ)
 print(server.pid, flush=True)
-threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 server.start("{EVALUATOR}", os.pipe(), os.environ, preload=["slow_to_import"])
 """
 
 
 def test_a_server_ends_quietly_if_the_parent_has_ended_during_an_import(tmp_path):
-    (tmp_path / "slow_to_import.py").write_text("import time; time.sleep(2.0)")
+    (tmp_path / "slow_to_import.py").write_text("import time; time.sleep(1.2)")
     env = {**ENV, "PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}"}
     with (tmp_path / "log").open("w") as log:
         done = subprocess.run(

@@ -176,9 +176,10 @@ def statement(text: str, ends_sentence: bool = False) -> Answer | None:
     value = stated_value(rest.strip().partition("\n")[0])
     if mark[0].startswith("####"):
         return Answer(value, "####")
-    sentence = re.split(r"[.!?](?=\s|$)|\n", rest.strip(), maxsplit=1)[0].strip().strip("*_`\"'").strip()
-    if ends_sentence and value not in (None, sentence):
-        return Answer(None, "the sentence with the answer goes on after it")
+    if ends_sentence and value is not None:
+        sentence = re.split(r"[.!?](?=\s|$)|\n", rest.strip(), maxsplit=1)[0].strip().strip("*_`\"'").strip()
+        if value != sentence:
+            return Answer(None, "the sentence with the answer goes on after it")
     return Answer(value, "statement")
 
 
