@@ -20,18 +20,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from verl.rewards import default_compute_score
-from verl.rewards.rules.accuracy import accuracy_reward
+from verl.rewards import resolve_reward_function
 
 ROWS = Path(__file__).resolve().parents[1] / "tests" / "rewards" / "labelled_answers.jsonl"
+FUNCTIONS = ("accuracy_reward", "gsm8k_flexible")
 Row = dict[str, Any]
 
 
 def ours(row: Row) -> bool:
-    if row["data_source"] == "accuracy_reward":
-        return accuracy_reward(row["response"], row["ground_truth"]) == 1.0
-    score = default_compute_score(row["data_source"], row["response"], row["ground_truth"], row.get("extra_info"))
-    return score["acc"] == 1.0
+    """By the rule of the data source, which may also be the name of a reward function."""
+    source = row["data_source"]
+    rule = resolve_reward_function(registered=source if source in FUNCTIONS else None).for_data_source(source)
+    values = {"solution_str": row["response"], "ground_truth": row["ground_truth"], "extra_info": row.get("extra_info")}
+    score = rule(data_source=source, **values)
+    return (score["acc"] if isinstance(score, dict) else score) == 1.0
 
 
 def math_verify(row: Row) -> bool | None:

@@ -3,36 +3,25 @@
 import json
 import time
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from verl.rewards import default_compute_score
-from verl.rewards.rules.accuracy import ACCURACY, accuracy_reward
+from benchmarks.answers import ROWS, ours
+from verl.rewards.rules.accuracy import ACCURACY
 from verl.rewards.rules.answers import extract
 from verl.rewards.rules.answers.compare import equal
 from verl.rewards.rules.answers.rule import read_references
 from verl.rewards.rules.choice import extract_choice, multiple_choice
 from verl.rewards.rules.maths import DAPO, MATH
 
-LABELLED = Path(__file__).parent / "labelled_answers.jsonl"
-
-
-def pays(row):
-    """Whether the rule of the row's data source pays the response."""
-    if row["data_source"] == "accuracy_reward":
-        return accuracy_reward(row["response"], row["ground_truth"]) == 1.0
-    result = default_compute_score(row["data_source"], row["response"], row["ground_truth"], row.get("extra_info"))
-    return result["acc"] == 1.0
-
 
 def test_labelled_answers():
     """Rows that were labelled by hand, before the rules saw them, by kinds of public fault reports; and attacks."""
-    rows = [json.loads(line) for line in LABELLED.read_text().splitlines()]
-    assert len(rows) >= 1400 and 0.4 < sum(row["correct"] for row in rows) / len(rows) < 0.6
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    assert len(rows) >= 1700 and 0.4 < sum(row["correct"] for row in rows) / len(rows) < 0.6
     assert min(Counter(row["data_source"] for row in rows).values()) >= 2
-    assert [row for row in rows if pays(row) is not row["correct"]] == []
+    assert [row for row in rows if ours(row) is not row["correct"]] == []
 
 
 @pytest.mark.parametrize(
@@ -115,20 +104,6 @@ def test_ground_truths_of_choices(truth, extra_info, letter):
     assert (right, wrong) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    "text, letter",
-    [
-        ("The correct answer is not A but C.", "C"),
-        ("C is the answer.", "C"),
-        ("It is B", "B"),
-        ("The answer is I don't know", None),
-        ("The answer is A or B", None),
-    ],
-)
-def test_chosen_letters(text, letter):
-    assert extract_choice(text) == letter
-
-
 FRAGMENTS = ["answer is ", "answer: 1 ", "\\boxed{", "{", "(", "1,", "\\frac{", "a_", "<think>", "<answer>", "or "]
 FRAGMENTS += ["= 1 "]
 FRAGMENTS += ["#### ", "$", "\\text{", "not 1 but ", "1 and ", "A or ", "(A) ", "x<", "1:", '"', "\\begin{pmatrix}"]
@@ -137,10 +112,10 @@ FRAGMENTS += ["#### ", "$", "\\text{", "not 1 but ", "1 and ", "A or ", "(A) ", 
 @pytest.mark.parametrize("fragment", FRAGMENTS)
 def test_no_text_takes_long(fragment):
     """CPU time: each of the texts is scored in less than a second by each extractor and by the comparison."""
-    text = fragment * (200_000 // len(fragment))
+    text = fragment * (100_000 // len(fragment))
     begun = time.process_time()
     for rule in (MATH, DAPO, ACCURACY):
         rule.extract(text)
     extract_choice(text)
     equal(text[:1000], "1")
-    assert time.process_time() - begun < 3
+    assert time.process_time() - begun < 1.5

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rewards.modes import MODES, each_mode, use
+from tests.rewards.modes import MODES, each_mode, needs_bubblewrap, use
 from verl.rewards.sandbox.code_tests import code_reward
 
 ASSERTS = {"test_list": ["assert double(1) == 2", "assert double(21) == 42"]}
@@ -233,31 +233,21 @@ def response(code: str) -> str:
     return f"```python\n{code}\n```"
 
 
-FAST = {
-    *(
-        "an equal of everything",
-        "another abs",
-        "frames",
-        "planted files",
-        "descriptors",
-        "atexit",
-        "exit",
-        "another math",
-    ),
-    *(
-        "a module that is run when it is imported",
-        "settings of pytest",
-        "kills who is above",
-        "message: an exit",
-        "skipped",
-    ),
-    *("message: true for everything", "message: a call of a function of the judge", "another json"),
-}
+#: in `make test`: of the isolation, in each mode; of the language
+ON_ISOLATION = {"planted files", "descriptors", "settings of pytest", "kills who is above", "frames"}
+ON_LANGUAGE = {"an equal of everything", "another abs", "atexit", "exit", "another math", "skipped", "another json"}
+ON_LANGUAGE |= {"a module that is run when it is imported", "message: an exit", "message: true for everything"}
+ON_LANGUAGE |= {"message: a call of a function of the judge"}
 
 
-@each_mode
+def attack(name: str, mode: str):
+    is_fast = name in ON_ISOLATION or (name in ON_LANGUAGE and mode == "landlock")
+    marks = [*(() if is_fast else [pytest.mark.slow]), *([needs_bubblewrap] if mode == "bubblewrap" else ())]
+    return pytest.param(name, mode, marks=marks)
+
+
 @pytest.mark.parametrize("tests", [CHECK, CALLS], ids=["asserts", "calls"])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in ATTACKS])
+@pytest.mark.parametrize(("name", "mode"), [attack(name, mode) for name in ATTACKS for mode in MODES])
 def test_no_attack_passes(name, tests, mode, monkeypatch):
     use(monkeypatch, MODES[mode])
     assert code_reward("apps", response(ATTACKS[name]), tests, timeout=2.0)["score"] == 0.0
@@ -273,12 +263,14 @@ STARRED = {"test": "import math\nfrom solution import *\ndef test():\n    assert
 WITHOUT_IMPORT = {"test_list": ["assert math.isclose(double(1), 2)"]}
 
 
+slow = [pytest.param(name, marks=pytest.mark.slow) for name in ("another math", "another unittest", "skipped")]
+
+
 @pytest.mark.parametrize("tests", [COLLECTED, IMPORTED, STARRED, WITHOUT_IMPORT])
-@pytest.mark.parametrize("name", ["another abs", "another math", "another unittest", "skipped", "skipped by pytest"])
+@pytest.mark.parametrize("name", ["right", "another abs", "skipped by pytest", *slow])
 def test_no_attack_passes_tests_of_other_forms(name, tests):
-    assert code_reward("apps", response(ATTACKS[name]), tests, timeout=2.0)["score"] == 0.0
-    right = "import math\ndef double(x):\n    return 2 * x"
-    assert code_reward("apps", response(right), tests)["score"] == 1.0
+    code = ATTACKS.get(name, "import math\ndef double(x):\n    return 2 * x")
+    assert code_reward("apps", response(code), tests, timeout=5.0)["score"] == float(name == "right")
 
 
 BY_LOOP = {"test": "def check(candidate):\n    assert all(map(candidate, [1, 2]))", "entry_point": "double"}
@@ -402,11 +394,6 @@ def sum(a, b):
 def test_what_tests_may_do(test):
     tests = "from decimal import Decimal\n" + test
     assert code_reward("apps", response(SHAPES), tests)["score"] == 1.0
-
-
-def test_tests_with_a_syntax_error_are_refused():
-    with pytest.raises(ValueError, match="code: the tests are not valid Python"):
-        code_reward("apps", response(WRONG), ["assert double(1) ="])
 
 
 def test_a_result_of_numpy_is_plain_data():

@@ -15,6 +15,7 @@ from verl.rewards import default_compute_score
 from verl.rewards.sandbox.code_forms import extract_code, with_imports
 from verl.rewards.sandbox.code_tests import code_reward
 
+slow = pytest.mark.slow
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "rewards.md"
 
 
@@ -145,10 +146,25 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", [(name, *form) for name, forms in FORMS.items() for form in forms], ids=lambda f: f[0])
-def test_a_right_program_passes_and_others_do_not(form):
+FIRST = [(name, *forms[0]) for name, forms in FORMS.items()]
+OTHERS = [(name, *form) for name, forms in FORMS.items() for form in forms[1:]]
+SLOW = ("unittest.main(argv", "TextTestRunner", "import TestCase, main")
+
+
+def mark(form) -> object:
+    return pytest.param(form, marks=[slow] if any(text in str(form[3]) for text in SLOW) else [])
+
+
+@pytest.mark.parametrize("form", map(mark, [*FIRST, *OTHERS]), ids=lambda f: f[0])
+def test_a_right_program_passes_and_a_wrong_one_does_not(form):
     _, right, wrong, *tests = form
-    assert [score(code, *tests) for code in (right, wrong, "", "x = 1", "exit(0)")] == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert [score(code, *tests) for code in (right, wrong)] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("form", [*FIRST, *(pytest.param(f, marks=slow) for f in OTHERS)], ids=lambda f: f[0])
+def test_a_program_that_does_nothing_does_not_pass(form):
+    _, _, _, *tests = form
+    assert [score(code, *tests) for code in ("", "x = 1", "x = (", "exit(0)")] == [0.0] * 4
 
 
 def test_the_page_lists_the_forms():
@@ -236,7 +252,10 @@ def f(x):
 """
 
 
-@pytest.mark.parametrize("ends", ["exit(0)", "sys.exit(0)", "os._exit(0)", "raise SystemExit", "os.kill(0, 9)"])
+@pytest.mark.parametrize(
+    "ends",
+    ["sys.exit(0)", "os._exit(0)", *(pytest.param(e, marks=slow) for e in ("raise SystemExit", "os.kill(0, 9)"))],
+)
 @pytest.mark.parametrize("tests", ["assert f(1) == 2", "def test():\n    assert f(1) == 2", UNITTEST, CAUGHT])
 def test_an_exit_is_no_pass(ends, tests):
     assert score(EXITS.format(ends), tests) == score(f"import os, sys\n{ends}", tests) == 0.0
@@ -256,8 +275,11 @@ def test_an_exit_is_no_pass(ends, tests):
         "for x in [1, 2]:\n    assert f(x) == x + 1",
         "if (y := f(1)) != 2:\n    raise AssertionError(y)",
         KOD + "def test():\n    assert f(1) == 2\n@pytest.mark.xfail\ndef test_no():\n    assert f(1) == 3\n",
-        "from hypothesis import given, strategies\n@given(strategies.integers(1, 9))\n"
-        "def test(x):\n    assert f(x) == x + 1",
+        pytest.param(
+            "from hypothesis import given, strategies\n@given(strategies.integers(1, 9))\n"
+            "def test(x):\n    assert f(x) == x + 1",
+            marks=slow,
+        ),
     ],
 )
 def test_the_ways_in_which_tests_check(tests):
@@ -383,8 +405,8 @@ def test_usual_imports():
 )
 def test_no_response_takes_long(repeated):
     begun = time.thread_time()
-    extract_code(repeated * (200_000 // len(repeated)))
-    assert time.thread_time() - begun < 2.0
+    extract_code(repeated * (50_000 // len(repeated)))
+    assert time.thread_time() - begun < 1.0
 
 
 CALLS = """
@@ -429,6 +451,10 @@ def test_functions_of_the_tests_are_called_by_the_program(tests):
     assert score(CALLS, tests) == 1.0
     never = re.sub(r"(?m)^( +)(?=return|for|try)", r"\1return 0\n\1", CALLS)
     assert score(never, tests) == 0.0
+
+
+@pytest.mark.parametrize("tests", [CALLBACKS[0], CALLBACKS[4]])
+def test_a_program_that_does_not_call_the_functions_of_the_tests_fails(tests):
     # what a program returns instead of calling, and functions of the judge that it makes up
     for wrong in ("raise KeyError", "return call_back(-9)", "import os; os.write(4, b'[]')"):
         names = ["apply", "compose", "attempt", "same", "on_click", "click", "Button"]

@@ -1,101 +1,30 @@
-"""The GSM8K rule against labels by hand: the number a person would take as the final answer."""
+"""The GSM8K rule beside its rows in labelled_answers.jsonl: its limits, the data set, equality, time."""
 
 import json
+import re
 import time
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 from verl.rewards.rules import gsm8k
 
-# (text, the number a reader takes from it)
-LABELLED = [
-    ("The answer is 72", 72),
-    ("The answer is 72.", 72),
-    ("He pays $18 in total.", 18),
-    ("He pays 18$ in total.", 18),
-    ("So it costs \\$18.", 18),
-    ("It is $1,234.50", Fraction(2469, 2)),
-    ("It is $1,234.50.", Fraction(2469, 2)),
-    ("1,000", 1000),
-    ("that is 1,000 people", 1000),
-    ("12,345,678", 12345678),
-    ("1 000", 1000),
-    ("The total is 1 000.", 1000),
-    ("It is 12 500 000 dollars", 12500000),
-    ("1\u00a0000 or so", 1000),
-    ("1\u202f000", 1000),
-    ("$1{,}000$", 1000),
-    ("$1\\,000$", 1000),
-    ("12,34", 34),  # two numbers, not a group
-    ("pick 1, 2, 3", 3),
-    ("pick 1,2,3", 3),
-    ("1 2 300", 300),  # a list, not a group
-    ("She has 12 100-dollar bills", 100),
-    ("a 1,000-seat hall", 1000),
-    ("-5", -5),
-    ("The change is -5 degrees", -5),
-    ("The change is \u22125 degrees", -5),
-    ("-$5", -5),
-    ("$-5", -5),
-    ("He is at -$1,250.75 now", Fraction(-5003, 4)),
-    ("x = -3", -3),
-    ("x=-3", -3),
-    ("(-3)", -3),
-    ("10-5", 5),
-    ("5 - 3 = 2", 2),
-    ("pages 5-6", 6),
-    ("- 5 apples", 5),  # a bullet
-    ("0.5", Fraction(1, 2)),
-    (".5", Fraction(1, 2)),
-    ("it is .75 of a mile", Fraction(3, 4)),
-    ("5.0", 5),
-    ("5.00 dollars", 5),
-    ("the answer is...5", 5),
-    ("3/4", Fraction(3, 4)),
-    ("He ate 3/4 of it", Fraction(3, 4)),
-    ("1 1/2 cups", Fraction(3, 2)),
-    ("48/2=24", 24),
-    ("48/2 = <<48/2=24>>24 clips", 24),
-    ("on 10/12/2020", 2020),
-    ("50%", 50),
-    ("50 percent", 50),
-    ("5 million", 5),  # units are not read
-    ("**42**", 42),
-    ("\\boxed{42}", 42),
-    ("$42$", 42),
-    ("x=42 km/h", 42),
-    ("first 3, then 4, so 7 in all", 7),
-    ("7 apples and no more", 7),
-    ("007", 7),
-    ("3*4=12!", 12),
-    ("He runs 3 miles.\nTotal: 12 miles\n", 12),
-    ("€20", 20),
-    ("20€", 20),
-    ("+5", 5),
-    ("at 5th place", 5),
-    ("no number at all", None),
-    ("", None),
-    ("five", None),
-    ("$", None),
-    ("5/0", None),
-    ("9" * 5000, None),
+# Known disagreements, limits of the rule: (response, final answer by a reader, by the rule).
+BEYOND = [
+    ("Natalia sold 72 clips. I hope this helps with your 2 questions.", 72, 2),
+    ("It would take 15 hours to clean 45 rooms.", 15, 45),
+    ("The answer is not 5 but 6.", 6, 5),
+    ("Since x = 5 and y = 3, the sum is 8.", 8, 3),
+    ("Seventy-two clips were sold.", 72, None),
+    ("9" * 5000, 0, None),
 ]
-
-STRICT = [("#### 72", 72), ("Work: 3 + 4 = 7\n#### 7", 7), ("####72", 72), ("#### 1,000", 1000), ("#### 1 000", 1000)]
-STRICT += [("#### $1,000.00", 1000), ("#### -5", -5), ("#### -$5", -5), ("#### 5 apples", 5)]
-STRICT += [("#### 5\nThat took 3 steps.", 5), ("#### 5.", 5), ("#### 2.50 dollars", Fraction(5, 2)), ("#### **5**", 5)]
-STRICT += [("#### $5$", 5), ("#### \\boxed{5}", 5), ("#### 3\nNo, wait.\n#### 4", 4)]
-STRICT += [("#### 1. First step\nso\n#### 72", 72), ("#### 5 ####", 5), ("The answer is 72", None), ("#### ", None)]
-STRICT += [("####\n72", None), ("#### about 72", None), ("### 72", None)]
+DATA = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="GSM8K is not here")
 
 
-@pytest.mark.parametrize(
-    "method, text, number", [("flexible", *row) for row in LABELLED] + [("strict", *row) for row in STRICT]
-)
-def test_the_number_is_that_of_a_reader_or_the_one_after_the_marks(method, text, number):
-    assert gsm8k.extract(text, method) == number
+@pytest.mark.parametrize("text, reader, rule", BEYOND)
+def test_what_a_reader_understands_beyond_the_rule(text, reader, rule):
+    assert gsm8k.extract(text, "flexible") == rule != reader
 
 
 @pytest.mark.parametrize(
@@ -114,16 +43,20 @@ def test_format_score_is_for_a_wrong_number_only():
     assert [r["pred"] for r in results] == ["7", "8", ""]
 
 
-def test_the_answers_of_the_data_set_score_one():
-    folder = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
-    if not folder.is_dir():
-        pytest.skip("GSM8K is not here")
-    answers = [json.loads(line)["answer"] for line in (folder / "test.jsonl").read_text().splitlines()]
-    assert len(answers) == 1319
-    for answer in answers:
-        truth = answer.partition("####")[2].strip().replace(",", "")
-        assert gsm8k.gsm8k_strict("openai/gsm8k", answer, truth)["acc"] == 1.0
-        assert gsm8k.gsm8k_flexible("openai/gsm8k", answer, float(truth))["acc"] == 1.0
+@needs_data
+@pytest.mark.parametrize("split, rows", [("test", 1319), ("train", 7473)])
+def test_solutions_that_people_wrote(split, rows):
+    """Also without the line `####`. Most of those that differ then are errors in the data, such as $0.25 for 25."""
+    solutions = [json.loads(line)["answer"] for line in (DATA / f"{split}.jsonl").read_text().splitlines()]
+    assert len(solutions) == rows
+    parts = [solution.partition("####") for solution in solutions]
+    for solution, (_, _, number) in zip(solutions, parts):
+        truth = number.strip().replace(",", "")
+        assert gsm8k.gsm8k_strict("openai/gsm8k", solution, truth)["acc"] == 1.0
+        assert gsm8k.gsm8k_flexible("openai/gsm8k", solution, float(truth))["acc"] == 1.0
+    for notes in ("", "<<.*?>>"):  # removed: nothing, the calculator annotations
+        answers = [gsm8k.extract(re.sub(notes, "", work).strip(), "flexible") for work, _, _ in parts]
+        assert sum(a == gsm8k.parse_number(n.strip()) for a, (_, _, n) in zip(answers, parts)) / rows > 0.993
 
 
 FRAGMENTS = ["#", "####", "1", "1,", "-$", "1 ", "1/", ". ", "1.1", "$ ", "1 000", "#### 1 "]

@@ -178,7 +178,7 @@ def test_settings_that_are_missing_or_unknown(settings, message):
 
 
 async def late(_):
-    await asyncio.sleep(1)
+    await asyncio.sleep(0.4)
     return "Score: 10"
 
 

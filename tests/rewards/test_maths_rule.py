@@ -1,4 +1,4 @@
-"""The mathematics rule against labels by hand, in all threads, and on hostile responses."""
+"""The mathematics rule beside its rows in labelled_answers.jsonl: in all threads, and on hostile responses."""
 
 import asyncio
 import threading
@@ -10,96 +10,6 @@ from verl.rewards.rules import maths
 from verl.rewards.rules.answers import rule
 from verl.rewards.sandbox.pool import Limits
 from verl.utils.boxed import last_boxed
-
-# (ground truth, boxed answer, equivalent?)
-LABELLED = [
-    (r"\frac{1}{2}", "0.5", True),
-    ("1/2", r"\frac12", True),
-    ("0.5", r"\dfrac{1}{2}", True),
-    ("1/2", r"50\%", True),
-    (r"50\%", r"\frac{1}{2}", True),
-    (r"50\%", "50", True),
-    ("0.5", "5", False),
-    (r"\frac{1}{3}", "0.3333333333", False),  # a decimal is no approximation
-    (r"\frac{1}{3}", "0.3", False),
-    (r"1\frac{1}{2}", "1.5", True),
-    (r"-\frac{1}{2}", r"\frac{-1}{2}", True),
-    (r"-\frac{1}{2}", r"\frac{1}{2}", False),
-    ("7", "7.0", True),
-    ("7", "8", False),
-    ("1000", "1,000", True),
-    ("1{,}000", "1000", True),
-    ("1000", r"1\,000", True),
-    ("10", r"10\text{ cm}", True),
-    (r"10\text{ cm}", "10", True),
-    ("12", r"12\text{ cm}^2", True),
-    (r"90^\circ", "90", True),
-    (r"\$5", "5", True),
-    ("2.50", r"\$2.5", True),
-    ("5", "x=5", True),
-    (r"3\sqrt{2}", r"\sqrt{18}", True),
-    (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}", True),
-    (r"3\sqrt{2}", r"2\sqrt{3}", False),
-    (r"2\pi", r"\pi\cdot 2", True),
-    ("1500", r"1.5\times 10^3", True),
-    ("1024", "2^{10}", True),
-    ("120", "5!", True),
-    ("x+1", "1+x", True),
-    ("(x+1)^2", "x^2+2x+1", True),
-    ("x^2", "x**2", True),
-    ("p-q", "q-p", False),
-    ("a", "b", False),
-    (r"2\ln 2", r"\ln 4", True),
-    ("(1,2)", r"\left( 1, 2 \right)", True),
-    ("(3,5)", "(5,3)", False),
-    ("[0,1)", r"\left[0,1\right)", True),
-    ("[0,1)", "(0,1)", False),
-    ("[2,3]", "(2,3)", False),
-    (r"(-\infty,2)", "x<2", True),
-    ("x<2", r"(-\infty,2)", True),
-    (r"(-\infty,2)\cup(2,\infty)", r"(-\infty, 2) \cup (2, \infty)", True),
-    (r"\{1,2,3\}", r"\{3,1,2\}", True),
-    (r"\{1,2,3\}", r"\{1,2\}", False),
-    ("1,2", "2,1", True),
-    (r"\pm 2", "2,-2", True),
-    (r"\emptyset", r"\varnothing", True),
-    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix}1 & 2\\ 3 & 4\end{bmatrix}", True),
-    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}", False),
-    (r"\begin{pmatrix}\sqrt{3}\\1\end{pmatrix}", r"\begin{pmatrix}\sqrt(3)\\1\end{pmatrix}", True),
-    (r"\begin{pmatrix}1\\\sqrt{3}\end{pmatrix}", r"\begin{pmatrix}1\\\sqrt(3)\end{pmatrix}", True),
-    (r"\begin{pmatrix}1\\\sqrt{3}\end{pmatrix}", r"\begin{pmatrix}1\\sqrt(3)\end{pmatrix}", True),
-    ("y=2x+1", "2x-y+1=0", True),
-    ("1+2i", "2i+1", True),
-    (r"\text{Monday}", "Monday", True),
-    ("even", r"\text{even}", True),
-    ("even", "neve", False),
-    (r"\text{(A)}", "A", True),
-    ("C", r"\text{C}", True),
-    ("C", "D", False),
-    ("yes", "Yes", True),
-]
-
-
-@pytest.mark.parametrize("reference, answer, right", LABELLED)
-def test_boxed_responses_agree_with_their_labels(reference, answer, right):
-    text = f"First \\boxed{{17}}, no: the answer is $\\boxed{{{answer}}}$."
-    assert maths.math_reward("math", text, reference)["score"] == float(right)
-
-
-@pytest.mark.parametrize(
-    "text, reference, right",
-    [
-        ("The answer is $\\frac{1}{2}$.", "0.5", True),
-        ("So x is 3", "3", True),
-        ("The answer is x+1", "x+1", True),
-        ("Final answer: Monday.", "Monday", True),
-        (r"\boxed{\frac{1}{2}", "1/2", False),  # the length limit cut it off: 1/20 begins so, too
-        ("I give up", "3", False),
-        ("", "3", False),
-    ],
-)
-def test_responses_without_a_box(text, reference, right):
-    assert maths.is_equivalent(text, reference) is right
 
 
 def test_braces_nest_and_the_last_box_counts():
@@ -141,7 +51,7 @@ def test_scores_are_the_same_in_a_thread_and_in_an_event_loop():
 
 @pytest.fixture
 def short_limits(monkeypatch):
-    monkeypatch.setattr(rule, "_LIMITS", Limits(wall_seconds=0.7, memory_bytes=1 << 29))
+    monkeypatch.setattr(rule, "_LIMITS", Limits(wall_seconds=0.4, memory_bytes=1 << 29))
     rule._equal_isolated.cache_clear()
     rule._stops.clear()
 
@@ -152,8 +62,9 @@ HOSTILE = [rf"\boxed{{{answer}}}" for answer in ANSWERS]
 HOSTILE += ["9**9**9", "x " * 500_000, r"\boxed{" * 100_000, "$" * 100_000, "1/" * 100_000]  # without a box
 
 
-@pytest.mark.parametrize("text", HOSTILE)
-@pytest.mark.parametrize("where", ["main thread", "thread"])
+@pytest.mark.parametrize(
+    ("text", "where"), [*((text, "main thread") for text in HOSTILE), *((text, "thread") for text in HOSTILE[:2])]
+)
 def test_hostile_responses_end_in_time_and_score_zero(text, where, short_limits):
     maths.is_equivalent(r"\boxed{\ln 1}", "0")  # exclude the start of the worker from the measured time
     begun, found = time.monotonic(), []
@@ -170,7 +81,7 @@ def test_hostile_responses_end_in_time_and_score_zero(text, where, short_limits)
 
 def test_a_comparison_over_its_limits_is_logged(short_limits, caplog):
     maths.math_reward("math", rf"\boxed{{{SLOW}}}", "3")
-    assert "did not end within 0.7 s" in caplog.text and r"\sum" in caplog.text
+    assert "did not end within 0.4 s" in caplog.text and r"\sum" in caplog.text
 
 
 def test_a_repeated_hostile_response_is_compared_at_most_twice(short_limits):
@@ -192,5 +103,6 @@ def test_simple_responses_need_no_process(monkeypatch):
         raise AssertionError("a process was used")
 
     monkeypatch.setattr(rule, "shared_pool", refuse)
-    for reference, answer, right in LABELLED[:12]:
-        assert maths.is_equivalent(f"\\boxed{{{answer}}}", reference) is right
+    for reference, answer in ((r"\frac{1}{2}", "0.5"), ("1/2", r"\frac12"), (r"50\%", "50"), ("2.50", r"\$2.5")):
+        assert maths.is_equivalent(f"\\boxed{{{answer}}}", reference)
+    assert not maths.is_equivalent("\\boxed{0.3}", r"\frac{1}{3}")

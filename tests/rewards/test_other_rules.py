@@ -1,6 +1,5 @@
-"""Multiple choice, code, format and length rewards, and weighted sums of rewards."""
+"""Multiple choice, geometry, code, format and length rewards, and weighted sums of rewards."""
 
-import json
 import threading
 import time
 from pathlib import Path
@@ -8,32 +7,14 @@ from pathlib import Path
 import pytest
 
 from verl.rewards import resolve_reward_function
+from verl.rewards.resolve import format_reward, length_reward
 from verl.rewards.rules.choice import extract_choice, multiple_choice
-from verl.rewards.rules.formats import format_reward, length_reward
-from verl.rewards.sandbox.code_tests import code_reward, extract_code, same_output
+from verl.rewards.rules.maths import geo3k, has_format
+from verl.rewards.sandbox.code_tests import code_reward, same_output
 
 SAMPLES = str(Path(__file__).with_name("sample_rewards.py"))
 
 # ---- multiple choice ------------------------------------------------------------------------------------------------
-
-#: letter -> responses whose answer it is
-CHOICES: dict[str | None, list[str]] = {}
-CHOICES["B"] = ["B", "b", " B.", "(B)", "B) Paris", "**B**", "B. Paris, because it is the capital", "The answer is B"]
-CHOICES["B"] += ["The answer is B.", "The answer is (B).", "The answer is **(B)**.", "The correct answer is option B"]
-CHOICES["B"] += ["Answer: B", "**Answer:** B", "Answer: (B) Paris", "ANSWER: B", "the answer is b"]
-CHOICES["B"] += ["<think>A or B?</think><answer>B</answer>"]
-CHOICES["A"] = ["The answer must be A, not B", "The answer is A because of this"]
-CHOICES["D"] = ["A is wrong. C is wrong. The answer is D because it fits", r"so \boxed{D}", r"so \boxed{\text{D}}"]
-CHOICES["D"] += [r"so \boxed{\text{(D)}}", r"\boxed{D. 42}"]
-CHOICES["C"] = ["I first thought the answer is A, but the answer is C.", "I choose C", "I would pick option C here"]
-CHOICES["C"] += ["So the right choice is C.", "#### C", "Let us see.\nA. no\nB. no\nC. yes\n\nC"]
-CHOICES["C"] += ["Because of that it is (C)"]
-CHOICES[None] = ["A dog has four legs", "It's unclear", "I do not know", "", "The answer is Z"]
-
-
-@pytest.mark.parametrize(("text", "letter"), [(text, letter) for letter, texts in CHOICES.items() for text in texts])
-def test_the_letter_that_a_reader_would_take(text, letter):
-    assert extract_choice(text) == letter
 
 
 def test_letters_end_with_the_choices_and_their_texts_count():
@@ -58,98 +39,39 @@ def test_no_text_takes_long(repeated):
     assert time.thread_time() - begun < 1.0
 
 
-# ---- code -----------------------------------------------------------------------------------------------------------
+# ---- geometry -------------------------------------------------------------------------------------------------------
 
-
-def response(code):
-    return f"We do it like this:\n```python\n{code}\n```\nThat is all."
-
-
-INPUTS = {"inputs": ["1\n", "2\n", "3\n"], "outputs": ["2\n", "4\n", "6\n"]}
-CALLS = {"fn_name": "double", "inputs": [[1], [2], [3]], "outputs": [2, [4], "6"]}
-ASSERTS = {"test_list": ["assert double(1) == 2", "assert double(3) == 6"]}
-CHECK = {"test": "def check(candidate):\n    assert candidate(2) == 4", "entry_point": "double"}
-PROGRAM, FUNCTION = "print(2 * int(input()))", "def double(x):\n    return 2 * x"
+GEOMETRY = "<think>a</think> so \\boxed{2\\sqrt{221}}"
 
 
 @pytest.mark.parametrize(
-    "code, tests",
-    [(PROGRAM, INPUTS), (PROGRAM, json.dumps(INPUTS)), (FUNCTION, CALLS), (FUNCTION, ASSERTS), (FUNCTION, CHECK)]
-    + [(FUNCTION, ASSERTS["test_list"]), (FUNCTION, "assert double(1) == 2")]
-    + [("class Solution:\n    def double(self, x):\n        return 2 * x", CALLS)],
-)
-def test_a_right_program_passes(code, tests):
-    assert code_reward("apps", response(code), tests) == {"score": 1.0, "acc": 1.0, "passed": 1.0}
-
-
-@pytest.mark.parametrize(
-    "code, tests",
-    [("print(3 * int(input()))", INPUTS), ("print(2 *", INPUTS), ("def double(x):\n    return x", ASSERTS)]
-    + [("def double(x):\n    return str(2 * x)", CALLS), ("def triple(x):\n    return 2 * x", CALLS)],
-)
-def test_a_wrong_program_fails(code, tests):
-    assert code_reward("apps", response(code), tests)["score"] == 0.0
-
-
-@pytest.mark.parametrize(
-    "code", ["print(2 * int(input()) if input is None else 2)", "x = int(input())\nprint(2 if x < 2 else 0)"]
-)
-def test_partial_scores_the_fraction_of_passed_tests(code):
-    assert code_reward("apps", response(code), INPUTS, partial=True)["score"] == pytest.approx(1 / 3)
-
-
-def test_a_call_that_fails_leaves_those_before_it():
-    code = "def double(x):\n    return 2 * x if x < 3 else 1 / 0"
-    assert code_reward("apps", response(code), CALLS, partial=True)["score"] == pytest.approx(2 / 3)
-
-
-HOSTILE = {
-    "endless loop": "while True: pass",
-    "asleep": "import time\ntime.sleep(1000)",
-    "9**9**9": "9**9**9",
-    "memory": "x = bytearray(1 << 33)",
-    "output": "while True: print('a' * 100000)",
-    "children": "import subprocess\nsubprocess.Popen(['sleep', '1000'])\nprint('x' * 10)",
-    "nesting": "print('[' * 100000)",
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_programs_end_in_time(name):
-    begun = time.monotonic()
-    found = []
-    score = lambda: found.append(code_reward("apps", response(HOSTILE[name]), INPUTS, timeout=1.0)["score"])  # noqa: E731
-    thread = threading.Thread(target=score)
-    thread.start()
-    thread.join(20)
-    assert found == [0.0] and time.monotonic() - begun < 10
-
-
-def test_invalid_json_results_fail_the_test():
-    code = "import builtins, json\njson.dumps = lambda x: '[' * 100000\ndef double(x):\n    return x"
-    assert code_reward("apps", response(code), CALLS)["score"] == 0.0
-
-
-@pytest.mark.parametrize(
-    "text, code",
+    "response, score",
     [
-        ("```python\na\n```\nand\n```py\nb\n```", "b\n"),
-        ("```\na\n```", "a\n"),
-        ("no fence", "no fence"),
-        ("```python\na = 1\nb = 2", "a = 1\nb = 2"),
+        (GEOMETRY, 1.0),
+        ("<think>a</think>\n\\boxed{ \\sqrt { 884 } }", 1.0),  # 884 = 4 * 221
+        ("\\boxed{2\\sqrt{221}}", 0.9),
+        ("<think>a</think> so \\boxed{3}", 0.1),
+        ("<think>a</think> so 2\\sqrt{221}", 0.0),  # not in a box
+        ("so <think>a</think> \\boxed{2\\sqrt{221}}", 0.9),  # does not start with <think>
+        ("\\boxed{3} <think>a</think>", 0.0),
+        ("", 0.0),
     ],
 )
-def test_the_last_block_is_the_program(text, code):
-    assert extract_code(text) == code
+def test_geo3k(response, score):
+    result = geo3k("hiyouga/geometry3k", response, "2 \\sqrt { 221 }")
+    assert result["score"] == pytest.approx(score) and result["acc"] == float(score > 0.5)
 
 
-@pytest.mark.parametrize(
-    "found, expected, same",
-    [("1 2\n3\n", "1 2 \n3", True), ("1.0000001", "1.0", True), ("1", "2", False), ("1\n2", "1 2", False)]
-    + [("yes", "YES", False), ("0.5", "0.6", False), ("10", "1e1", False), ("", "", True)],
-)
-def test_outputs_are_compared_by_line_and_word(found, expected, same):
-    assert same_output(found, expected) is same
+def test_the_share_of_the_format():
+    assert geo3k("", "\\boxed{5}", "5", format_score=0.25)["score"] == 0.75
+    with pytest.raises(ValueError, match="expected 0 to 1, found 2"):
+        geo3k("", GEOMETRY, "5", format_score=2)
+    with pytest.raises(ValueError, match="expected a non-empty text"):
+        geo3k("", GEOMETRY, "")
+
+
+def test_the_format_needs_time_linear_in_the_length():
+    assert not has_format("<think>" + "</think" * 100_000 + "\\boxed{" * 100_000)
 
 
 # ---- format and length ----------------------------------------------------------------------------------------------
@@ -207,6 +129,47 @@ def test_a_term_without_a_score_is_named(tmp_path):
     path.write_text("def f(solution_str, ground_truth, **kwargs):\n    pass\n")
     with pytest.raises(ValueError, match=r"reward 'f', f\(\) at .*none.py:1, returned None"):
         weighted({"path": str(path), "name": "f"})("7", "7")
+
+
+# ---- code -----------------------------------------------------------------------------------------------------------
+
+INPUTS = {"inputs": ["1\n", "2\n", "3\n"], "outputs": ["2\n", "4\n", "6\n"]}
+CALLED = {"fn_name": "double", "inputs": [[1], [2], [3]], "outputs": [2, [4], "6"]}
+
+
+@pytest.mark.parametrize(
+    ("code", "tests", "passed"),
+    [
+        ("print(2 * int(input()) if input is None else 2)", INPUTS, 1 / 3),
+        ("x = int(input())\nprint(2 if x < 2 else 0)", INPUTS, 1 / 3),
+        ("def double(x):\n    return 2 * x if x < 3 else 1 / 0", CALLED, 2 / 3),  # a call that fails
+        ("def double(x):\n    return str(2 * x)", CALLED, 1 / 3),  # only the last one expects text
+        ("import builtins, json\njson.dumps = lambda x: '[' * 100000\ndef double(x):\n    return x", CALLED, 0),
+    ],
+)
+def test_partial_scores_the_fraction_of_passed_tests(code, tests, passed):
+    result = code_reward("apps", code, tests, partial=True)
+    assert result == {"score": pytest.approx(passed), "acc": 0.0, "passed": pytest.approx(passed)}
+
+
+@pytest.mark.parametrize(
+    "code", ["import time\ntime.sleep(1000)", "while True: print('a' * 100000)", "print('[' * 100000)"]
+)
+def test_hostile_programs_end_in_time_in_any_thread(code):
+    begun, scores = time.monotonic(), []
+    thread = threading.Thread(target=lambda: scores.append(code_reward("apps", code, INPUTS, timeout=0.5)["score"]))
+    thread.start()
+    thread.join(20)
+    assert scores == [0.0] and time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize(
+    "found, expected, same",
+    [("1 2\n3\n", "1 2 \n3", True), ("1.0000001", "1.0", True), ("1", "2", False), ("1\n2", "1 2", False)]
+    + [("yes", "YES", False), ("0.5", "0.6", False), ("10", "1e1", False), ("", "", True)],
+)
+def test_outputs_are_compared_by_line_and_word(found, expected, same):
+    assert same_output(found, expected) is same
 
 
 def test_an_expected_output_above_1_mib_can_be_printed():

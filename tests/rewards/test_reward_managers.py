@@ -112,15 +112,6 @@ def test_rewards_follow_their_samples_in_any_order(tokenizer, manager, function)
             assert shuffled["reward_extra_info"][name] == [values[i] for i in order]
 
 
-def test_all_managers_agree(tokenizer):
-    batch = make_batch(["abc.", "cd", "e"], truths=["abc", "x", "e"])
-    rewards = [manager_for(tokenizer, "compute_score", manager)(batch) for manager in ("naive", "dapo", "prime")]
-    rewards.append(manager_for(tokenizer, "batch", "batch")(batch))
-    rewards.append(manager_for(tokenizer, "slow_judge")(batch))
-    for reward in rewards[1:]:
-        assert torch.equal(reward, rewards[0])
-
-
 # ---- failing functions ----------------------------------------------------------------------------------------------
 
 NOT_SCORES = [(None, "returned None"), (float("nan"), "returned nan"), (float("inf"), "returned inf")]
@@ -295,7 +286,8 @@ def test_async_calls_run_concurrently(tokenizer, inside_a_loop):
     assert reward.sum() == 20.0 and time.monotonic() - begun < 2.0  # sequentially: 4 s
 
 
-def test_async_calls_time_out_even_if_one_blocks_the_loop(tokenizer):
+def test_async_calls_time_out_even_if_one_blocks_the_loop(tokenizer, monkeypatch):
+    monkeypatch.setattr("verl.rewards.sandbox.calls._GRACE_SECONDS", 0.5)
     scored = manager_for(tokenizer, "bad_judge", timeout=0.3, on_error="count", max_concurrency=2)
     result = scored(make_batch(["a", "b", "c", "d", "e", "f"]), return_dict=True)
     assert result["reward_tensor"].sum(1).tolist() == [1.0, 0.0, 1.0, 0.0, 1.0, 1.0]
@@ -390,7 +382,7 @@ def test_every_registered_manager_keeps_the_contract(tokenizer, name):
     scored = REWARD_MANAGER_REGISTRY[name](tokenizer, function)
     batch = make_batch(["abc.", "cd"], truths=["abc", "x"])
     reward, full = scored(batch), scored(batch, return_dict=True)
-    assert reward.shape == (2, WIDTH) and reward.dtype == torch.float32
+    assert reward.shape == (2, WIDTH) and reward.dtype == torch.float32 and reward.sum(1).tolist() == [1.0, 0.0]
     assert torch.equal(full["reward_tensor"], reward) and full["reward_extra_info"]["acc"] == [1.0, 0.0]
 
 

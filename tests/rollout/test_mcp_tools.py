@@ -10,9 +10,8 @@ import urllib.request
 
 import pytest
 
-from verl.agents.tools.host import ToolsInProcess
+from verl.agents.tools.host import ToolSettings, ToolsInProcess
 from verl.agents.tools.load import tool_schemas
-from verl.agents.tools.runner import ToolSettings
 from verl.single_controller.worker import free_port
 
 SERVER = '''

@@ -6,9 +6,8 @@ import signal
 
 import pytest
 
-from verl.agents.tools.host import Observation, Rewards
+from verl.agents.tools.host import Observation, Rewards, ToolFailure, ToolSettings
 from verl.agents.tools.processes import ToolProcesses
-from verl.agents.tools.runner import ToolFailure, ToolSettings
 from verl.processes.child import describe_exit
 
 TOOLS = """
@@ -143,13 +142,13 @@ def test_calls_of_one_process_run_concurrently(tools):
         ("fail", Observation("error: KeyError: 'x'", failed=True)),
         ("leave", Observation("error: SystemExit: 3", failed=True)),
         ("flood", Observation("done")),
-        ("flood_for_ever", "timed out after 0.5 s"),
+        pytest.param("flood_for_ever", "timed out after 0.5 s", marks=pytest.mark.slow),
         ("subclass", Observation("text")),
         ("surrogate", Observation("a\ud800")),  # `ChatContinuation.next_tokens` replaces it
         ("interrupt", Observation("error: Key...(truncated)...nterrupt: ", failed=True)),
         ("fork", Observation("True")),
-        ("kill", f"the process {describe_exit(-9)}"),
-        ("stop", "timed out after 0.5 s"),
+        pytest.param("kill", f"the process {describe_exit(-9)}", marks=pytest.mark.slow),
+        pytest.param("stop", "timed out after 0.5 s", marks=pytest.mark.slow),
         ("message_exits", Observation("error: Error", failed=True)),
         ("escape", Observation("\x1b[2J")),
         ("unreadable", "the process sent a result that cannot be read: ZeroDivisionError: division by zero"),

@@ -9,9 +9,16 @@ import torch
 
 from verl.agents.tools.base_tool import BaseTool
 from verl.agents.tools.function_tool import infer_schema
-from verl.agents.tools.host import Observation, Rewards, ToolHost, read_arguments, read_result, truncate_text
+from verl.agents.tools.host import (
+    Observation,
+    Rewards,
+    ToolHost,
+    ToolSettings,
+    read_arguments,
+    read_result,
+    truncate_text,
+)
 from verl.agents.tools.load import load_interactions, load_tools, read_yaml_list, tool_schemas
-from verl.agents.tools.runner import ToolSettings
 from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 PUBLIC_FORM = """

@@ -16,11 +16,20 @@ from pydantic import BaseModel
 
 from verl.agents.chat import ChatContinuation
 from verl.agents.loop import GenerateFn, Prompt, Trajectory
-from verl.agents.tools.host import Observation, Reply, Rewards, ToolsInProcess, failure, truncate_text
+from verl.agents.tools.host import (
+    Observation,
+    Reply,
+    Rewards,
+    ToolFailure,
+    ToolRunner,
+    ToolSettings,
+    ToolsInProcess,
+    failure,
+    truncate_text,
+)
 from verl.agents.tools.load import interaction_classes, is_environment, tool_schemas
 from verl.agents.tools.parsers import TOOL_PARSERS, FunctionCall, extract_calls
 from verl.agents.tools.processes import ToolProcesses
-from verl.agents.tools.runner import ToolFailure, ToolRunner, ToolSettings
 from verl.registry import did_you_mean
 from verl.rollout.request import Completion
 from verl.utils.rng import fork_seed

@@ -7,8 +7,7 @@ from typing import Any
 from verl.registry import load_object
 from verl.rewards.resolve import rule_for
 from verl.rewards.rules import gsm8k
-from verl.rewards.rules.geo3k import geo3k
-from verl.rewards.rules.maths import is_equivalent, math_dapo
+from verl.rewards.rules.maths import geo3k, is_equivalent, math_dapo
 from verl.utils.boxed import last_boxed
 
 

@@ -2,13 +2,14 @@
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from verl.registry import did_you_mean, load_object
-from verl.rewards import judge  # noqa: F401 (as below)
+from verl.rewards import judge  # noqa: F401 (registers its reward function)
 from verl.rewards.functions import (
     ACCEPTED_FORMS,
     REWARD_FUNCTION_REGISTRY,
@@ -18,14 +19,11 @@ from verl.rewards.functions import (
 )
 from verl.rewards.outcome import BadOutcome, read_outcome
 
-# Imported for their side effect: a rule module registers its reward functions when it is imported. The other rule
-# modules are imported below for the table of data sources.
-from verl.rewards.rules import accuracy, formats  # noqa: F401
+# A rule module registers its reward functions when it is imported.
+from verl.rewards.rules.accuracy import search_r1
 from verl.rewards.rules.choice import multiple_choice
-from verl.rewards.rules.geo3k import geo3k
 from verl.rewards.rules.gsm8k import gsm8k_strict
-from verl.rewards.rules.maths import math_dapo, math_reward
-from verl.rewards.rules.search_r1 import search_r1
+from verl.rewards.rules.maths import geo3k, math_dapo, math_reward
 from verl.rewards.sandbox.code_tests import code_reward
 from verl.rewards.sandbox.pool import Outcome
 
@@ -104,13 +102,8 @@ def register_data_source(name_or_prefix: str, function: Callable) -> None:
 
 def rule_for(data_source: str) -> ScoreFunction:
     """Return the rule of a data source. Raises ValueError that lists the known data sources if there is none."""
-    name = str(data_source).lower()
-    matching = [
-        known
-        for known in RULES_BY_DATA_SOURCE
-        if name.startswith(known.lower()) and not name[len(known) : len(known) + 1].isalpha()
-    ]
-    if not matching:
+    known = _longest_match(str(data_source).lower(), tuple(RULES_BY_DATA_SOURCE))
+    if known is None:
         raise ValueError(
             f"no reward rule for data_source {data_source!r}; known: {', '.join(sorted(RULES_BY_DATA_SOURCE))}.\n"
             "Set a custom reward function (reward.custom_reward_function.path=reward.py "
@@ -118,7 +111,14 @@ def rule_for(data_source: str) -> ScoreFunction:
             f"(reward.reward_function={' or '.join(sorted(REWARD_FUNCTION_REGISTRY))}), or register a rule: "
             "verl.rewards.register_data_source(name, function)"
         )
-    return RULES_BY_DATA_SOURCE[max(matching, key=len)]
+    return RULES_BY_DATA_SOURCE[known]
+
+
+@lru_cache(maxsize=1024)
+def _longest_match(name: str, known: tuple[str, ...]) -> str | None:
+    """The longest of the known names with which a data source begins, before a character that is no letter."""
+    matching = [k for k in known if name.startswith(k.lower()) and not name[len(k) : len(k) + 1].isalpha()]
+    return max(matching, key=len, default=None)
 
 
 def _custom_rules() -> dict[str, ScoreFunction]:
@@ -208,6 +208,58 @@ def agent_score(data_source: str, solution_str: str, ground_truth: Any, extra_in
             "reward.custom_reward_function.path"
         )
     return extra_info["agent_score"]
+
+
+@register_reward("format", bounded=True)
+def format_reward(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    tags: Sequence[str] = ("think", "answer"),
+) -> float:
+    """Return 1.0 if the response is `<think>...</think><answer>...</answer>` and nothing else, otherwise 0.0.
+
+    Format reward of DeepSeek-R1 (2025, arXiv:2501.12948, section 2.2).
+
+    Args:
+        tags: Tag names. Each tag must open and close exactly once, in this order, with content inside and only
+            whitespace between and around the tags.
+    """
+    if not tags:
+        raise ValueError("format: tags: expected at least one tag, found none")
+    rest = solution_str
+    for tag in tags:
+        opening, closing = f"<{tag}>", f"</{tag}>"
+        if solution_str.count(opening) != 1 or solution_str.count(closing) != 1:
+            return 0.0
+        before, _, rest = rest.partition(opening)
+        inside, closed, rest = rest.partition(closing)
+        if before.strip() or not closed or not inside.strip():
+            return 0.0
+    return float(not rest.strip())
+
+
+@register_reward("length", bounded=True)
+def length_reward(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    free: int = 0,
+    limit: int = 1024,
+) -> float:
+    """Return 1.0 up to `free` tokens, then a value that decreases linearly to 0.0 at `limit` tokens.
+
+    The length is extra_info["response_length"], which reward managers set; without it, the number of words.
+    """
+    if not 0 <= free < limit:
+        raise ValueError(f"length: expected 0 <= free < limit, found free={free!r}, limit={limit!r}")
+    info = extra_info or {}
+    length = info["response_length"] if "response_length" in info else len(re.findall(r"\S+", solution_str))
+    return min(1.0, max(0.0, (limit - length) / (limit - free)))
 
 
 # ---- weighted sum ---------------------------------------------------------------------------------------------------

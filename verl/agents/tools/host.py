@@ -1,4 +1,4 @@
-"""Runs tools and interactions in the process that holds their instances.
+"""Runs tools and interactions in the process that holds their instances, and the interface of what calls it.
 
 The host runs in a worker process (`verl.agents.tools.worker`), or in the process of the rollout with
 `rollout.multi_turn.tool_isolation=none`. An exception of a tool becomes an observation.
@@ -10,16 +10,82 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from verl.agents.tools.base_tool import BaseTool
 from verl.agents.tools.function_tool import FunctionTool
 from verl.agents.tools.load import load_interactions, load_tools
-from verl.agents.tools.runner import Stopped, ToolFailure, ToolSettings, describe, late
 from verl.agents.tools.schemas import ToolResponse, read_arguments, result_text
 from verl.registry import did_you_mean
 
 _THREADS = 64  # for functions that are not async
+
+
+@dataclass(frozen=True)
+class ToolSettings:
+    """The tools that a host loads, and how it truncates responses.
+
+    Args:
+        tool_config_path, function_tool_path, interaction_config_path: see `verl.agents.tools.load`.
+        max_response_length: longer responses of tools are truncated, in characters.
+        truncate_side: see `truncate_text`.
+    """
+
+    tool_config_path: str | None = None
+    function_tool_path: str | None = None
+    interaction_config_path: str | None = None
+    max_response_length: int = 256
+    truncate_side: str = "middle"
+
+
+class ToolFailure(Exception):
+    """A call failed; `timed_out` if it exceeded its time limit."""
+
+    def __init__(self, message: str, timed_out: bool = False):
+        super().__init__(message)
+        self.timed_out = timed_out
+
+
+def late(seconds: float) -> ToolFailure:
+    """The failure of a call that exceeded its time limit."""
+    return ToolFailure(f"timed out after {seconds:g} s", timed_out=True)
+
+
+class ToolRunner(Protocol):
+    """Calls methods of a `ToolHost`."""
+
+    async def call(self, trajectory: str, method: str, arguments: Mapping[str, Any], seconds: float | None) -> Any:
+        """Call `ToolHost.<method>(trajectory, **arguments)`.
+
+        Args:
+            trajectory: id of the trajectory.
+            method: the method.
+            arguments: its other arguments.
+            seconds: time limit; None: no limit.
+
+        Raises:
+            ToolFailure: the call failed.
+        """
+
+    def forget(self, trajectory: str) -> None:
+        """End a trajectory. Its process is available to others."""
+
+    def close(self) -> None:
+        """End all processes."""
+
+
+class Stopped(Exception):
+    """A SystemExit or KeyboardInterrupt of a function in a thread, which would end the executor."""
+
+
+def describe(error: BaseException) -> str:
+    """Type and message of an exception of user code."""
+    if isinstance(error, Stopped):
+        return str(error)
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException:  # the message is user code too
+        return type(error).__name__
 
 
 @dataclass(frozen=True)

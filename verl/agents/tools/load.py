@@ -139,7 +139,7 @@ def _code_of_user(location: str, name: str) -> Iterator[None]:
     except (ValueError, ImportError, SyntaxError):  # messages that are meant for users
         raise
     except (Exception, SystemExit) as error:
-        from verl.agents.tools.runner import describe
+        from verl.agents.tools.host import describe
 
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ValueError(f"{location}: {name} failed: {describe(error)} ({frame.filename}:{frame.lineno})") from error

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from verl.agents.tools.function_tool import FunctionTool
-from verl.agents.tools.host import ToolHost
-from verl.agents.tools.runner import describe
+from verl.agents.tools.host import ToolHost, describe
 from verl.processes.child import Parent
 from verl.processes.streams import BoundedText
 from verl.utils.redaction import printable

@@ -1,11 +1,12 @@
-r"""`accuracy_reward`: compares the final answer of a response with that of a short reference, a number or text.
+r"""Short answers, numbers or words: `accuracy_reward`, and `search_r1` for question answering.
 
-The final answer of a text is the content of `<answer>...</answer>` at its end; otherwise the last `\boxed{...}`, or
-what follows the last "answer is", "answer:" or "####" on the same line, whichever comes later; without any of these,
-the number in which the last sentence ends.
+For `accuracy_reward`, the final answer of a text is the content of `<answer>...</answer>` at its end; otherwise the
+last `\boxed{...}`, or what follows the last "answer is", "answer:" or "####" on the same line, whichever comes later;
+without any of these, the number in which the last sentence ends.
 """
 
 import re
+import string
 from fractions import Fraction
 from typing import Any
 
@@ -15,11 +16,14 @@ from verl.rewards.rules.answers import extract
 from verl.rewards.rules.answers.extract import Answer
 from verl.rewards.rules.answers.rule import AnswerRule, is_equal, read_references
 
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_LEADING_ZERO = re.compile(r"-?0[0-9]")
+_TEXT = re.compile(r"\\text(?:bf)?\{([^{}]*)\}")
 _CALCULATION = re.compile(r"[0-9)]\s*(?:[*+×^]|\\times|\\cdot)\s*[0-9(]")
 
 
 def _tag_at_end(text: str) -> Answer | None:
-    return extract.tag(text) if text.rstrip().lower().endswith("</answer>") else None
+    return extract.tag(text) if text.rstrip()[-9:].lower() == "</answer>" else None
 
 
 def _last_number(text: str) -> Answer | None:
@@ -33,7 +37,7 @@ def _equal(answer: str, reference: str) -> bool:
     """Equal as in `compare`, but p% is no fraction, and a number with leading zeros ("007") is text."""
     if _plain(answer) == _plain(reference):
         return True
-    if re.match(r"-?0[0-9]", reference) or re.match(r"-?0[0-9]", answer):
+    if _LEADING_ZERO.match(reference) or _LEADING_ZERO.match(answer):
         return False
     if "=" not in answer and _CALCULATION.search(answer) and not _CALCULATION.search(reference):
         return False  # 6*7 states no final answer
@@ -44,8 +48,7 @@ def _equal(answer: str, reference: str) -> bool:
 
 def _plain(text: str) -> str:
     """Normalize case, whitespace, emphasis, math delimiters and closing punctuation."""
-    text = re.sub(r"\\text(?:bf)?\{([^{}]*)\}", r"\1", text)
-    return " ".join(text.casefold().split()).strip("*_`'\"$ ").rstrip(".?,;:*_`'\"$ ")
+    return " ".join(_TEXT.sub(r"\1", text).casefold().split()).strip("*_`'\"$ ").rstrip(".?,;:*_`'\"$ ")
 
 
 ACCURACY = AnswerRule(
@@ -94,3 +97,35 @@ def final_answer(text: str) -> str:
     if stated is not None and not stated.text:
         raise ValueError(f"accuracy_reward: the reference answer is empty: {text!r}")
     return text if stated is None else stated.text
+
+
+# ---- question answering ----------------------------------------------------------------------------------------------
+
+
+def match_normalized(answer: str, reference: str) -> bool:
+    """Whether two texts are equal without case, punctuation, articles and surplus whitespace."""
+    return bool(_normalized(answer)) and _normalized(answer) == _normalized(reference)
+
+
+def _normalized(text: str) -> str:
+    return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", text.casefold().translate(_PUNCTUATION)).split())
+
+
+SEARCH_R1 = AnswerRule("search_r1", (extract.tag,), match_normalized)
+
+
+@register_reward("search_r1", bounded=True, needs_ground_truth=True)
+def search_r1(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
+    """Return 1.0 if the last `<answer>...</answer>` is an accepted answer, otherwise 0.0; with "acc" and "pred".
+
+    The exact match of public verl for `searchR1_*` (Search-R1, Jin et al. 2025, arXiv:2503.09516): Natural Questions,
+    HotpotQA and others.
+
+    Args:
+        ground_truth: {"target": [...]}, a list or a text.
+
+    Raises:
+        ValueError: If the ground truth is empty or no answer.
+    """
+    check = SEARCH_R1.check(solution_str, ground_truth)
+    return {"score": float(check.correct), "acc": float(check.correct), "pred": check.answer.text or ""}

@@ -16,10 +16,9 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
-from fractions import Fraction
 from functools import lru_cache
 from numbers import Number
 from typing import Any
@@ -45,6 +44,7 @@ _CHEAP = re.compile(
     ){1,120}""",
     re.VERBOSE,
 )
+_ENCODED = re.compile(r"[\[{]\s*[\"'\[]")
 _DECIMAL = re.compile(r"[-+]?[0-9]{1,30}(?:\.[0-9]{1,30})?")
 # A number or words, which are compared without the parser.
 _PLAIN = re.compile(r"[-+]?\$?[0-9][0-9,]{0,20}(?:\.[0-9]{1,20})?%?|[A-Za-z][A-Za-z' -]{0,80}")
@@ -94,21 +94,21 @@ def read_references(ground_truth: Any, rule: str) -> list[str]:
     Raises:
         ValueError: If it is empty, or of another type.
     """
-    if hasattr(ground_truth, "tolist"):
-        ground_truth = ground_truth.tolist()
-    if isinstance(ground_truth, str) and (decoded := _decode(ground_truth.strip())) is not None:
-        return read_references(decoded, rule)
-    elements: Sequence[Any] = ()
-    if isinstance(ground_truth, Mapping):
-        elements = [ground_truth[key] for key in _REFERENCE_KEYS if key in ground_truth][:1]
-    elif isinstance(ground_truth, (list, tuple)):
-        elements = ground_truth
-    references = [text for element in elements for text in read_references(element, rule)]
-    if isinstance(ground_truth, (Number, Decimal)) and ground_truth == ground_truth:  # not NaN, a missing value
-        references = [str(ground_truth)]
-    elif isinstance(ground_truth, str):
+    references: list[str] = []
+    if isinstance(ground_truth, str):
+        if (decoded := _decode(ground_truth.strip())) is not None:
+            return read_references(decoded, rule)
         boxes = find_boxes(ground_truth)
         references = [((boxes[-1][0] or "") if boxes else ground_truth).strip()]
+    elif hasattr(ground_truth, "tolist"):
+        return read_references(ground_truth.tolist(), rule)
+    elif isinstance(ground_truth, Mapping):
+        elements = [ground_truth[key] for key in _REFERENCE_KEYS if key in ground_truth][:1]
+        references = [text for element in elements for text in read_references(element, rule)]
+    elif isinstance(ground_truth, (list, tuple)):
+        references = [text for element in ground_truth for text in read_references(element, rule)]
+    elif isinstance(ground_truth, (Number, Decimal)) and ground_truth == ground_truth:  # not NaN, a missing value
+        references = [str(ground_truth)]
     if not any(references):
         raise ValueError(
             f"{rule}: ground truth: expected a non-empty text, a number, a list of these (any of them is right) or a "
@@ -119,7 +119,7 @@ def read_references(ground_truth: Any, rule: str) -> list[str]:
 
 def _decode(text: str) -> Any:
     """Return the mapping or the list of texts that a text encodes; None for other texts, an interval [1, 2] too."""
-    if not re.match(r"[\[{]\s*[\"'\[]", text):
+    if not _ENCODED.match(text):
         return None
     for decode in (json.loads, ast.literal_eval):
         try:
@@ -142,7 +142,7 @@ def is_equal(answer: str, reference: str) -> bool:
     if answer == reference:
         return True
     if _DECIMAL.fullmatch(answer) and _DECIMAL.fullmatch(reference):
-        return Fraction(answer) == Fraction(reference)
+        return Decimal(answer) == Decimal(reference)
     if _is_cheap(answer) and _is_cheap(reference):
         return _equal_in_process(answer, reference)
     stops = _stops[answer, reference]
