@@ -116,7 +116,7 @@ class Runs:
 
     def faults(self, name: str, trial: Trial, pid: int) -> Iterator[str]:
         """What a run does that it should not. pid: of the run with the fault; it is resumed here."""
-        from verl.cli.verify_resume import compare
+        from resumed_runs import differences_of_runs
 
         status = wait(pid)
         if status != trial.status:
@@ -132,7 +132,7 @@ class Runs:
         if not (self.folder / name / f"global_step_{LAST}").is_dir():
             yield "it did not reach its last step"
         elif trial.equal:
-            yield from compare(straight, self.folder / name, LAST).differences[:3]
+            yield from differences_of_runs(straight, self.folder / name, LAST)[:3]
 
 
 def trainer_with(faults: Sequence[str]) -> type:

@@ -105,9 +105,9 @@ def steps_once(straight: Path, killed: Path) -> list[str]:
 
 
 def bit_for_bit(straight: Path, killed: Path) -> list[str]:
-    from verl.cli.verify_resume import compare
+    from resumed_runs import differences_of_runs
 
-    return [*steps_once(straight, killed), *compare(straight, killed, LAST).differences]
+    return [*steps_once(straight, killed), *differences_of_runs(straight, killed, LAST)]
 
 
 def weights(run: Path) -> dict:

@@ -60,7 +60,7 @@ READERS[".py"] = ["train imports=[FILE] --dry-run", "serve . --port 0 --imports 
 READERS[".parquet"] = ["train data.train_files=FILE --dry-run", EVALUATION]
 READERS[".jsonl"] = ["generate model.path=FILE data.path=FILE --dry-run", EVALUATION]
 READERS[".yaml"] = ["train --config FILE --dry-run", "sft --config FILE --dry-run", "eval --config FILE --dry-run"]
-READERS[".yaml"] += ["generate --config FILE --dry-run", "plan FILE", "verify-resume --config FILE"]
+READERS[".yaml"] += ["generate --config FILE --dry-run", "plan FILE"]
 READERS[".yaml"] += ["config diff FILE defaults", "config convert FILE"]
 READERS[""] = [
     "train --config-path FILE --config-name x --dry-run",
@@ -97,7 +97,6 @@ def test_a_file_that_cannot_be_read(command, suffix, kind, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     "command",
     [
-        "verify-resume --steps N",
         "plan --gpus N",
         "quickstart --steps N",
         "quickstart --model . --test-rows N",

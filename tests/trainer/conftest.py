@@ -1,6 +1,8 @@
 """A tiny policy that already knows a little of a tiny task, made once for all tests of trainers."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -50,6 +52,12 @@ def run_settings(tiny: Path, run: Path) -> list[str]:
     ]
 
 
+@pytest.fixture(autouse=True)
+def without_fsync(monkeypatch):
+    """Files of these runs need not survive a power failure; those of tests/checkpoints do."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
 @pytest.fixture
 def forbid_workers(monkeypatch):
     """No cluster may start."""
@@ -59,6 +67,19 @@ def forbid_workers(monkeypatch):
 
     for cluster in (InProcessCluster, ProcessCluster):
         monkeypatch.setattr(cluster, "start", start)
+
+
+@pytest.fixture
+def paid_by(tmp_path) -> Callable[..., str]:
+    """(lines) -> the setting of a reward function with these lines, which counts its calls."""
+
+    def write(*lines: str) -> str:
+        head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):"
+        body = "".join(f"    {line}\n" for line in ("global calls", "calls += 1", *lines))
+        (tmp_path / "paid.py").write_text(f"import random, time\n\ncalls = 0\n\n{head}\n{body}")
+        return f"reward.custom_reward_function.path={tmp_path / 'paid.py'}"
+
+    return write
 
 
 @pytest.fixture(scope="session")

@@ -140,8 +140,8 @@ def test_a_second_sigint_discards_the_checkpoint_that_is_waited_for(
         if checkpointer._pending is not None:
             checkpointer.wait = wait
             for number in range(signals):
-                threading.Timer(0.2 + 0.2 * number, os.kill, (os.getpid(), signal.SIGINT)).start()
-            threading.Timer(1.0, gate.opened.set).start()
+                threading.Timer(0.1 + 0.2 * number, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Timer(0.6, gate.opened.set).start()
         wait()
 
     checkpointer.wait = interrupted

@@ -70,11 +70,9 @@ def call_once(owner: object, name: str, function: Callable[[], None], before: bo
 
 
 @pytest.fixture
-def equal(settings, tmp_path) -> list[str]:
+def equal(settings, paid_by) -> list[str]:
     """Settings of a run whose rewards are all 1."""
-    (tmp_path / "equal.py").write_text("def compute_score(data_source, solution_str, ground_truth):\n    return 1.0\n")
-    chosen = [s for s in settings if not s.startswith(("trainer.save_at_end", "reward.custom_reward_function"))]
-    return [*chosen, *FILTER, f"reward.custom_reward_function.path={tmp_path / 'equal.py'}"]
+    return [*settings, *FILTER, paid_by("return 1.0"), "trainer.save_at_end=true"]
 
 
 def test_rewards_without_a_difference_end_the_run(equal, caplog):
@@ -136,10 +134,10 @@ PHASES = {
 }
 
 
-FAST = ("the rollout generates and training waits", "weights are pushed")
+FAST = "weights are pushed"
 
 
-@pytest.mark.parametrize("phase", [p if p in FAST else pytest.param(p, marks=pytest.mark.slow) for p in PHASES])
+@pytest.mark.parametrize("phase", [p if p == FAST else pytest.param(p, marks=pytest.mark.slow) for p in PHASES])
 def test_a_signal_ends_the_run_and_no_prompt_is_lost(phase, saved, tmp_path, capsys):
     more = ["trainer.test_freq=2", "trainer.save_freq=2"]
     trainer, first = make(saved, *more, k=2, kind=SlowTrainer)

@@ -147,24 +147,6 @@ def test_every_token_is_of_the_version_that_its_span_says(partial, settings, tin
     assert not partial or sorted(others)[len(others) // 2] > 100 * BOUND, "versions cannot be told apart"
 
 
-@slow
-def test_a_resumed_run_neither_loses_nor_repeats_a_prompt(settings, tiny, tmp_path):
-    def interrupt(report: StepReport) -> None:
-        if report.step == 3:
-            raise KeyboardInterrupt
-
-    first: list[StepReport] = []
-    overrides = [*settings, *THREE, *LONG, *SAVED, "trainer.async.max_staleness=2"]
-    with pytest.raises(KeyboardInterrupt):
-        train(overrides, 6, first.append, interrupt)
-    rest = train(overrides)
-    check_run([*first, *rest], k=2)
-    assert len(first) == len(rest) == 3
-    models = Models(tiny / "model", tmp_path / "run")
-    for report in (*first, *rest):
-        check_versions(report.batch, models)
-
-
 CASES = {
     "agent loops": CALCULATOR,
     "filter_groups": ["algorithm.filter_groups.enable=true", f"{ROLLOUT}.n=4", "trainer.total_epochs=8"],

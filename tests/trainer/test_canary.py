@@ -20,6 +20,7 @@ LORA = ["actor_rollout_ref.model.lora_rank=4"]
 
 def test_an_intact_push_has_no_gap_and_changes_nothing(settings):
     for more in ([], LORA):
+        more = [*more, "trainer.total_training_steps=1"]  # checked before and after the step
         checked = fit_reports([*settings, *GRPO, *more])
         assert all(0 <= report.metrics["weight_sync/canary_mismatch"] < 1e-4 for report in checked)
         plain = fit_reports([*settings, *GRPO, *more, f"{ROLLOUT}.check_every=0", "trainer.resume_mode=disable"])

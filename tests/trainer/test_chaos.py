@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from benchmarks.faults import FAULTS, Faults
+from benchmarks.resumed_runs import differences_of_runs
 from tests.trainer.runs import lines
-from verl.cli.verify_resume import compare
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.workers import policy
 
 ROOT = Path(__file__).resolve().parents[2]
-GRPO = ["algorithm.name=grpo", "trainer.save_freq=1", "trainer.total_training_steps=4"]
+GRPO = ["algorithm.name=grpo", "trainer.save_freq=1", "trainer.total_training_steps=3"]
 ISOLATED = ["reward.isolation=process", "reward.on_error=count", "reward.timeout=5"]
 
 
@@ -36,17 +38,17 @@ def run(settings, *more: str, faults: Sequence[str] = ()) -> LocalPPOTrainer:
 def test_broken_weights_stop_the_run_which_then_resumes_as_if_nothing_had_happened(settings, tmp_path, caplog):
     straight = [f"trainer.default_local_dir={tmp_path / 'straight'}"]
     run(settings, *straight)
-    with pytest.raises(FloatingPointError, match="step 3 is not saved: the actor contains NaN"):
-        run(settings, faults=["nan-weight@3"])
+    with pytest.raises(FloatingPointError, match="step 2 is not saved: the actor contains NaN"):
+        run(settings, faults=["nan-weight@2"])
     run(settings)
-    assert compare(tmp_path / "straight", tmp_path / "run", 4).differences == ()
+    assert differences_of_runs(tmp_path / "straight", tmp_path / "run", 3) == []
 
 
 def test_a_broken_gradient_skips_its_update_only(settings, tmp_path):
     original = policy.policy_objective
     run(settings, faults=["nan-grad@2"])
     skipped = [record["actor/grad_skipped"] for record in lines(tmp_path / "run" / "metrics.jsonl")]
-    assert skipped == [0, 0.5, 0, 0]  # the first of two updates
+    assert skipped == [0, 0.5, 0]  # the first of two updates
     assert policy.policy_objective is original
 
 
@@ -57,7 +59,7 @@ def test_a_reward_process_that_ends_or_hangs_is_called_again(fault, settings, tm
     run(settings, *ISOLATED, *straight)
     run(settings, *ISOLATED, "reward.retries=1", "trainer.allow_change=[reward]", faults=[f"{fault}@2"])
     assert "1 of 8 samples failed to score; retry 1 of 1" in caplog.text
-    assert compare(tmp_path / "straight", tmp_path / "run", 4).differences == ()
+    assert differences_of_runs(tmp_path / "straight", tmp_path / "run", 3) == []
 
 
 def benchmark(name: str, *arguments: str) -> subprocess.CompletedProcess:
@@ -111,3 +113,38 @@ def test_the_page_has_the_recorded_kills():
     ]
     assert rows[2:] == [[str(figure) for figure in row] for row in figures]
     assert sum(row[0] for row in figures) >= 1000
+
+
+# ---- the comparison of two runs --------------------------------------------------------------------------------------
+
+
+def make_run(folder, value: float, reward: float, other: str = "x", more: tuple[str, ...] = ()):
+    step = folder / "global_step_2"
+    step.mkdir(parents=True)
+    save_file({"w": torch.tensor([1.0, value]), "same": torch.ones(3)}, step / "model.safetensors")
+    # config.yaml names the folder of the run: it differs, and is not compared
+    hashes = {"model.safetensors": str(value), "other.bin": other, "config.yaml": str(folder)} | dict.fromkeys(more, "")
+    files = {name: {"bytes": 1, "sha256": sha} for name, sha in hashes.items()}
+    (step / "manifest.json").write_text(json.dumps({"files": files}))
+    measured = dict.fromkeys(("time", "perf/x", "weight_sync/seconds"), value)
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": reward, **measured}))
+    return folder
+
+
+def test_differences_are_named(tmp_path):
+    runs = make_run(tmp_path / "a", 2.0, 0.5), make_run(tmp_path / "b", 2.25, 0.75)
+    assert differences_of_runs(*runs, 2) == [
+        "model.safetensors: w: 1 of 2 values differ, by up to 0.25",
+        "step 1: reward is 0.75, expected 0.5",
+    ]
+
+
+def test_files_that_differ_are_named(tmp_path):
+    straight = make_run(tmp_path / "a", 2.0, 0.5, "x", ("first.bin",))
+    resumed = make_run(tmp_path / "b", 2.0, 0.5, "y", ("second.bin", "third.bin"))
+    assert differences_of_runs(straight, resumed, 2) == [
+        "first.bin: only in the uninterrupted run",
+        "other.bin: the contents differ",
+        "second.bin: only in the resumed run",
+        "third.bin: only in the resumed run",
+    ]

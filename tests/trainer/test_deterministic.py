@@ -28,7 +28,7 @@ TWO_RANKS = ["trainer.n_gpus_per_node=2", f"{ACTOR}.ppo_mini_batch_size=4"]
     "overrides",
     [
         BY_TOKENS,
-        BF16,
+        pytest.param(BF16, marks=pytest.mark.slow),
         [*ONE_PASS, *BY_TOKENS, *BF16, *KL],
         pytest.param([*TWO_RANKS, *BY_TOKENS, *BF16], marks=pytest.mark.slow),
     ],

@@ -69,7 +69,11 @@ def test_the_columns_are_those_of_the_teacher(distilled, teacher, caplog):
 
 @pytest.mark.parametrize(
     "loss",
-    [[*TOP, f"{LOSS}topk=32"], [f"{LOSS}loss_mode=k1", f"{LOSS}use_policy_gradient=true"], [f"{LOSS}loss_mode=k2"]],
+    [
+        [*TOP, f"{LOSS}topk=32"],
+        [f"{LOSS}loss_mode=k1", f"{LOSS}use_policy_gradient=true"],
+        pytest.param([f"{LOSS}loss_mode=k2"], marks=pytest.mark.slow),
+    ],
     ids=["forward_kl_topk", "k1", "k2"],
 )
 def test_the_policy_approaches_the_teacher(distilled, loss):
@@ -218,24 +222,22 @@ def test_a_teacher_with_another_tokenizer_is_refused(settings, tmp_path, forbid_
         LocalPPOTrainer(overrides=[*settings, "algorithm.name=grpo", *overrides])
 
 
+GRADIENT = [f"{LOSS}loss_mode=k1", f"{LOSS}use_policy_gradient=true", f"{LOSS}policy_loss_mode="]
+
+
 @pytest.mark.parametrize(
-    ("loss", "message"), [("vanila", "did you mean 'vanilla'"), ("dro", "needs the setting 'dro_beta'")]
+    ("trainer", "overrides", "message"),
+    [
+        (LocalPPOTrainer, [*GRADIENT[:2], GRADIENT[2] + "vanila"], "did you mean 'vanilla'"),
+        (LocalPPOTrainer, [*GRADIENT[:2], GRADIENT[2] + "dro"], "needs the setting 'dro_beta'"),
+        (LocalPPOTrainer, [*TOP, f"{LOSS}topk=64"], "topk: found 64, but the vocabulary of .* has 32 tokens"),
+        (DPOTrainer, [], "the update of this recipe does not learn from teachers"),
+    ],
 )
-def test_a_policy_loss_that_cannot_run_is_refused(distilled, loss, message, forbid_workers):
-    gradient = [f"{LOSS}loss_mode=k1", f"{LOSS}use_policy_gradient=true", f"{LOSS}policy_loss_mode={loss}"]
+def test_what_cannot_run_is_refused_before_workers_start(trainer, overrides, message, distilled, forbid_workers):
+    settings = [s for s in distilled if trainer is LocalPPOTrainer or s != "algorithm.name=grpo"]
     with pytest.raises(ValueError, match=message):
-        LocalPPOTrainer(overrides=[*distilled, *gradient])
-
-
-def test_more_candidates_than_tokens_are_refused(distilled, forbid_workers):
-    with pytest.raises(ValueError, match=r"topk: found 64, but the vocabulary of .* has 32 tokens"):
-        LocalPPOTrainer(overrides=[*distilled, *TOP, f"{LOSS}topk=64"])
-
-
-def test_a_recipe_whose_update_has_no_teacher_is_refused(distilled, forbid_workers):
-    settings = [s for s in distilled if s != "algorithm.name=grpo"]
-    with pytest.raises(ValueError, match="the update of this recipe does not learn from teachers"):
-        DPOTrainer(overrides=settings)
+        trainer(overrides=[*settings, *overrides])
 
 
 REFUSED = {

@@ -222,41 +222,39 @@ def test_a_metric_that_is_not_there():
         Scripted({1}.__contains__, metric="accc").pipeline.run()
 
 
-def test_settings_that_do_not_fit(caplog):
-    with pytest.raises(ValueError, match=r"rollout\.n.*found 1"):
-        load_config(overrides=["algorithm.filter_groups.enable=true"])
+GROUPS = "algorithm.filter_groups."
+ENABLED = [f"{GROUPS}enable=true", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=8"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["actor_rollout_ref.rollout.n=1"], r"rollout\.n.*found 1"),
+        ([f"{GROUPS}metric=seq_final_reward", "algorithm.use_kl_in_reward=true"],
+         r"found seq_final_reward, .* after the KL penalty, .*: use seq_reward"),
+        (["data.gen_batch_size=3", f"{GROUPS}max_num_gen_batches=2"],
+         r"max_num_gen_batches.*found 2.*6 prompts.*train_batch_size=8"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_fit(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(overrides=[*ENABLED, *overrides])
+
+
+def test_settings_without_effect(caplog):
     load_config(overrides=["data.gen_batch_size=12"])
     assert "data.gen_batch_size has no effect without algorithm.filter_groups.enable=true" in caplog.text
-    enabled = ["algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=8"]
-    after_kl = ["algorithm.filter_groups.metric=seq_final_reward", "algorithm.use_kl_in_reward=true"]
-    with pytest.raises(ValueError, match=r"found seq_final_reward, .* after the KL penalty, .*: use seq_reward"):
-        load_config(overrides=[*enabled, *after_kl])
-    with pytest.raises(ValueError, match=r"max_num_gen_batches.*found 2.*6 prompts.*train_batch_size=8"):
-        load_config(overrides=[*enabled, "data.gen_batch_size=3", "algorithm.filter_groups.max_num_gen_batches=2"])
+    limit = f"{GROUPS}max_empty_gen_batches"
+    assert not settings_without_effect(load_config(overrides=[*ENABLED, f"{limit}=5"]))
+    both = load_config(overrides=[*ENABLED, f"{limit}=5", f"{GROUPS}max_num_gen_batches=9"])
+    assert settings_without_effect(both) == [f"{limit}: 5 has no effect with {GROUPS}max_num_gen_batches=9"]
 
 
-def test_the_limit_of_empty_generations_has_no_effect_with_the_other_one():
-    given = ["algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=2"]
-    given.append("algorithm.filter_groups.max_empty_gen_batches=5")
-    assert not settings_without_effect(load_config(overrides=given))
-    given.append("algorithm.filter_groups.max_num_gen_batches=9")
-    assert settings_without_effect(load_config(overrides=given)) == [
-        "algorithm.filter_groups.max_empty_gen_batches: 5 has no effect with "
-        "algorithm.filter_groups.max_num_gen_batches=9"
-    ]
-
-
-def test_metrics_of_a_step_are_those_of_every_sample_that_was_generated(settings, tmp_path):
-    reward = tmp_path / "fails.py"
-    reward.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    if sum(map(ord, solution_str)) % 4 == 0:\n"
-        "        raise KeyError('a')\n"
-        "    return {'score': len(set(solution_str)), 'chars': len(solution_str)}\n"
-    )
-    chosen = [s for s in settings if not s.startswith("reward.custom_reward_function")]
-    chosen += ["algorithm.name=dapo", "reward.reward_manager.name=naive", "data.gen_batch_size=2"]
-    chosen += [f"reward.custom_reward_function.path={reward}", "trainer.total_training_steps=1"]
+def test_metrics_of_a_step_are_those_of_every_sample_that_was_generated(settings, paid_by):
+    score = "{'score': len(set(solution_str)), 'chars': len(solution_str)}"
+    reward = paid_by(f"return {score} if sum(map(ord, solution_str)) % 4 else {{}}['a']")
+    chosen = [*settings, "algorithm.name=dapo", "reward.reward_manager.name=naive", "data.gen_batch_size=2"]
+    chosen += [reward, "trainer.total_training_steps=1"]
     chosen += ["algorithm.filter_groups.metric=reward", "reward.on_error=count", "reward.max_failure_rate=1"]
     trainer, generated, reports = LocalPPOTrainer(overrides=chosen), [], []
     trainer.pipeline.observer = lambda name, _, batch: generated.append(batch) if name == "reward" else None
@@ -310,16 +308,10 @@ def signalled_after(trainer: LocalPPOTrainer, step: int) -> list[int]:
 
 
 @pytest.fixture
-def filtered(settings, tmp_path) -> list[str]:
+def filtered(settings, paid_by) -> list[str]:
     """Settings of 4 steps with random rewards, so that about a third of the groups is kept."""
-    (tmp_path / "chance.py").write_text(
-        "import random\n\n"
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return float(random.random() < 0.2)\n"
-    )
-    chosen = [s for s in settings if not s.startswith(("trainer.save_at_end", "reward.custom_reward_function"))]
-    chosen += ["algorithm.name=grpo", "algorithm.filter_groups.enable=true", "trainer.total_training_steps=4"]
-    return [*chosen, f"reward.custom_reward_function.path={tmp_path / 'chance.py'}"]
+    chosen = [*settings, "trainer.save_at_end=true", paid_by("return float(random.random() < 0.2)")]
+    return [*chosen, "algorithm.name=grpo", "algorithm.filter_groups.enable=true", "trainer.total_training_steps=4"]
 
 
 def test_after_a_signal_a_step_that_needs_further_generations_is_undone(filtered, tmp_path, capsys, caplog):
@@ -340,8 +332,8 @@ def test_after_a_signal_a_step_that_needs_further_generations_is_undone(filtered
     assert metrics_of(run) == metrics_of(straight) and len(metrics_of(run)) == 4
 
 
-def test_a_signal_in_the_first_step_ends_a_run_whose_rewards_are_all_equal(filtered, tmp_path, capsys):
-    (tmp_path / "chance.py").write_text("def compute_score(data_source, solution_str, ground_truth):\n    return 0.0\n")
+def test_a_signal_in_the_first_step_ends_a_run_whose_rewards_are_all_equal(filtered, paid_by, capsys):
+    paid_by("return 0.0")
     trainer = LocalPPOTrainer(overrides=[*filtered, "algorithm.filter_groups.max_empty_gen_batches=0"])
     steps = signalled_after(trainer, 1)
     assert launch(lambda: trainer) == 143

@@ -38,12 +38,8 @@ def test_a_flow_without_the_reference_that_its_loss_needs_does_not_compile(setti
 @pytest.mark.parametrize(
     "score, found", [("1.0", "all scores are 1"), ("sum(map(ord, ground_truth)) % 2", "scores are from 0 to 1")]
 )
-def test_ties_in_every_group_are_said(score, found, settings, tmp_path, caplog):
-    flat = tmp_path / "flat.py"
-    flat.write_text(
-        f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return {score}\n"
-    )
-    chosen = ["algorithm.name=grpo", f"reward.custom_reward_function.path={flat}", "trainer.total_training_steps=2"]
+def test_ties_in_every_group_are_said(score, found, settings, paid_by, caplog):
+    chosen = ["algorithm.name=grpo", paid_by(f"return {score}"), "trainer.total_training_steps=2"]
     assert LocalPPOTrainer(overrides=[*settings, *chosen]).fit()["reward/tied_groups"] == 1.0
     assert caplog.text.count(f"the same score ({found}), so no advantage can be computed") == 1
 
@@ -65,8 +61,8 @@ def test_the_seconds_of_a_step_are_those_of_all_operators(settings):
 
 
 def test_a_loop_of_single_steps_trains_as_fit_does(settings, tmp_path):
-    chosen = [*settings, "algorithm.name=grpo", "trainer.total_training_steps=3"]
-    _, reports = fit(chosen)
+    chosen = [*settings, "algorithm.name=grpo", "trainer.total_training_steps=1"]
+    _, (theirs,) = fit(chosen)
     own = LocalPPOTrainer(overrides=[*chosen, f"trainer.default_local_dir={tmp_path}/own"])
     with pytest.raises(RuntimeError, match=r"role 'actor' has no workers: call start\(\) first, or use fit"):
         own.roles["actor"]
@@ -77,10 +73,7 @@ def test_a_loop_of_single_steps_trains_as_fit_does(settings, tmp_path):
     own = LocalPPOTrainer(overrides=[*chosen, f"trainer.default_local_dir={tmp_path}/own"])
     seed_everything(own.config.trainer.seed)
     own.init_workers()
-    steps = [own.step() for _ in range(3)]
+    expected = untimed(theirs, "weight_sync/canary")  # fit checks before step 1
+    assert untimed(own.step(), "weight_sync/canary") == expected
+    assert "actor/grad_norm" in expected and "critic/score/mean" in expected
     own.shutdown()
-    for mine, theirs in zip(steps, reports, strict=True):
-        assert mine.step == theirs.step
-        expected = untimed(theirs, "weight_sync/canary")  # fit checks before step 1
-        assert untimed(mine, "weight_sync/canary") == expected
-        assert "actor/grad_norm" in expected and "critic/score/mean" in expected

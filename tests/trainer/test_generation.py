@@ -13,17 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.programs import run_python
-from verl.config import load_config
-from verl.config.schema.offline import GenerationConfig
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.evaluation import generate
 from verl.evaluation.prompts import Responses, ResponseShards, describe_changes, settings_digest
-from verl.protocol import DataProto
 from verl.rollout.hf import HFRollout
 from verl.rollout.request import SamplingParams, make_requests
 from verl.trainer.main_generation import GenerationRun, main
 from verl.utils.rng import fork_seed
-from verl.workers.rollout.worker import RolloutWorker
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,23 +114,6 @@ def test_columns_keep_their_types(keys, tmp_path):
     assert table.schema.field("responses").type == pa.list_(pa.string())
     with pytest.raises(ValueError, match=r"a\.parquet, row 0 .*cannot be written as JSON.*datetime.*\.parquet"):
         GenerationRun(overrides=[*given, f"data.output_path={tmp_path / 'x.jsonl'}"])
-
-
-def test_engines_of_the_worker_agree(tiny):
-    """The rollout-only worker with each in-process engine: greedy responses of the same weights."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
-    prompts = [tokenizer(text)["input_ids"] for text in ("ab=", "cdefg=", "h=")]
-    columns = {"prompt_ids": prompts, "uid": ["0", "1", "2"], "sample_index": [0, 0, 0]}
-    found = {}
-    for name in ("hf", "native"):
-        keys = [f"model.path={tiny / 'model'}", f"rollout.name={name}", "rollout.temperature=0"]
-        config = load_config(overrides=[*keys, "rollout.response_length=5"], schema=GenerationConfig)
-        ends = {"pad_token_id": tokenizer.pad_token_id, "stop_token_ids": (tokenizer.eos_token_id,)}
-        worker = RolloutWorker(config.model, config.rollout, device="cpu", **ends)
-        responses = worker.generate_responses(DataProto.from_dict(non_tensors=columns)).non_tensor_batch
-        found[name] = [ids.tolist() for ids in responses["response_ids"]], list(responses["finish_reason"])
-    assert found["hf"] == found["native"]
-    assert all(len(ids) == 5 or reason == "stop" for ids, reason in zip(*found["hf"]))
 
 
 @pytest.mark.slow

@@ -62,11 +62,6 @@ def test_scores_of_width_t_minus_1_are_explained(settings):
         LocalPPOTrainer(overrides=settings, reward_fn=reward_fn)
 
 
-def test_two_rewards_are_refused(settings):
-    with pytest.raises(ValueError, match="reward_manager and reward_fn are the same argument"):
-        LocalPPOTrainer(overrides=settings, reward_fn=len, reward_manager=len)
-
-
 def test_prompts_alone_are_enough_for_a_function_that_compares_nothing(settings, tmp_path):
     rows = [json.dumps({"prompt": f"{letter}="}) + "\n" for letter in "abcdefgh"]
     (tmp_path / "prompts.jsonl").write_text("".join(rows))

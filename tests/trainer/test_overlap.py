@@ -84,20 +84,12 @@ def test_pools_overlap_with_the_numbers_of_one_process_to_the_last_bit(executor,
 
 
 @pytest.mark.slow
-def test_an_error_of_one_of_two_reaches_the_user_with_its_operator(settings, tmp_path):
+def test_an_error_of_one_of_two_reaches_the_user_with_its_operator(settings, paid_by):
     """The reward function fails while the other pool computes the reference's log-probs."""
-    fails = tmp_path / "fails.py"
-    fails.write_text(
-        "calls = []\n\n"
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    calls.append(1)\n"
-        "    if len(calls) > 4:\n"  # two are the trial before training
-        "        raise KeyError('no such field')\n"
-        "    return 0.0\n"
-    )
+    fails = paid_by("return {}['no such field'] if calls > 4 else 0.0")  # two are the trial before training
     start = time.monotonic()
     with pytest.raises(Exception, match="no such field") as caught:
-        run(settings, f"reward.custom_reward_function.path={fails}", *APART)
+        run(settings, fails, *APART)
     assert "raised in operator 'reward'" in caught.value.__notes__
     # not old_log_prob: the actor's pool may still be in sleep_rollout
     assert any("running at the same time" in note and "ref" in note for note in caught.value.__notes__)

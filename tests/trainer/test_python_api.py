@@ -20,6 +20,7 @@ from tests.trainer.runs import lines as rows_of
 from tests.trainer.runs import untimed
 from verl import Operator, PPOTrainer, SFTTrainer, load_config
 from verl.algorithms.advantages import GroupedRewards, register_adv_est
+from verl.algorithms.masked import agg_loss
 from verl.algorithms.policy_losses import register_policy_loss
 from verl.config import ConfigError
 from verl.rewards import register_reward
@@ -346,6 +347,13 @@ def test_settings_of_an_estimator(config, tiny, tmp_path):
     with pytest.raises(ConfigError, match=r"set a parameter .* as algorithm.adv_kwargs.my_temp=... or \+algorithm.my_"):
         PPOTrainer(config, overrides=[*base, "algorithm.my_temp=3"], **given)
 
+    @register_adv_est("needs_factor")
+    def needs_factor(token_level_rewards, response_mask, *, factor):
+        raise NotImplementedError
+
+    with pytest.raises(ValueError, match=r"_factor needs the setting 'factor': set algorithm\.adv_kwargs\.factor"):
+        PPOTrainer(config, overrides=["algorithm.adv_estimator=needs_factor"], **given)
+
 
 def test_settings_of_a_reward_and_of_a_loss(config, tiny):
     given = {"train_dataset": rows_of(tiny / "train.jsonl"), "reward": letters}
@@ -357,11 +365,14 @@ def test_settings_of_a_reward_and_of_a_loss(config, tiny):
 
     @register_policy_loss("weighted")
     def weighted(log_prob, advantages, response_mask, loss_agg_mode, *, strength: float = 1.0):
-        raise NotImplementedError
+        return agg_loss(-strength * advantages * log_prob.exp(), response_mask, loss_agg_mode), {}
 
-    own = {"actor_rollout_ref.actor.policy_loss.loss_mode": "weighted"}
-    free = PPOTrainer(config, overrides=own | {"+actor_rollout_ref.actor.strength": 2}, **given).config
-    assert free.actor_rollout_ref.actor.policy_loss.loss_kwargs == {"strength": 2}
+    own = {"actor_rollout_ref.actor.policy_loss.loss_mode": "weighted", "actor_rollout_ref.actor.optim.clip_grad": 1e9}
+    own |= {"actor_rollout_ref.actor.use_kl_loss": False, "actor_rollout_ref.actor.ppo_mini_batch_size": 4}
+    one = PPOTrainer(config, overrides=own, **given).step()["actor/grad_norm"]
+    trainer = PPOTrainer(config, overrides=own | {"+actor_rollout_ref.actor.strength": 2}, **given)
+    assert trainer.config.actor_rollout_ref.actor.policy_loss.loss_kwargs == {"strength": 2}
+    assert trainer.step()["actor/grad_norm"] == pytest.approx(2 * one, rel=1e-4) and one > 0
     with pytest.raises(ValueError, match=r"policy_loss.loss_kwargs.strength: expected float, found \[1\] \(list\)"):
         PPOTrainer(config, overrides=own | {"+actor_rollout_ref.actor.policy_loss.strength": [1]}, **given)
     weighted.__module__ = "__main__"

@@ -93,20 +93,6 @@ def test_a_run_that_is_not_resumed_leaves_the_results_of_the_one_before(tmp_path
     assert run_folders(folder)[0] == folder  # the newest first
 
 
-def test_a_second_run_without_a_checkpoint_starts_its_metrics_anew(tiny, tmp_path, caplog):
-    settings = [*run_settings(tiny, tmp_path / "run"), "trainer.total_training_steps=1", "trainer.test_freq=1"]
-    settings += ["trainer.save_at_end=false", "trainer.val_before_train=true", "trainer.logger=[jsonl]"]
-    with caplog.at_level(logging.INFO, "verl"):
-        for _ in range(2):
-            LocalPPOTrainer(overrides=settings).fit()
-    for folder in (tmp_path / "run", tmp_path / "run" / "earlier_runs" / "run_1"):
-        found = [(line["step"], "actor/lr" in line) for line in lines(folder / "metrics.jsonl")]
-        assert found == [(0, False), (1, True), (1, False)]  # validation, step, validation
-        assert open_run(folder).about["state"] == "finished"
-    assert not (tmp_path / "run" / "metrics.dropped.jsonl").exists()
-    assert any(f"moved to {tmp_path}/run/earlier_runs/run_1" in message for message in caplog.messages)
-
-
 def test_a_file_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
     with RunRecord(tmp_path, {}) as record:
         record.resume(0)
@@ -267,7 +253,7 @@ DAMAGE = {
     **{kind: irregular(kind) for kind in ("folder", "pipe", "loop", "dangling", "device")},
 }
 RECORDS = ["metrics.jsonl", "metrics.dropped.jsonl", "steps.jsonl", "samples.jsonl", "warnings.jsonl", "run.json"]
-RECORDS += ["best_checkpoint.json", "latest_checkpointed_iteration.txt", "curves.png"]
+RECORDS += ["best_checkpoint.json", "latest_checkpointed_iteration.txt"]
 
 
 @pytest.fixture(scope="module")

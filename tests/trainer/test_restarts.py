@@ -72,25 +72,6 @@ def test_a_killed_rank_changes_no_number(save_freq, source, straight, settings, 
 
 
 @pytest.mark.slow
-def test_without_restarts_the_error_is_raised(settings, tmp_path):
-    trainer = run(settings, tmp_path / "run", "trainer.save_freq=1")
-    strike_at(trainer, 2, signal.SIGKILL)
-    with pytest.raises(WorkerDied) as error:
-        trainer.fit()
-    assert "restart" not in "".join(error.value.__notes__)
-
-
-@pytest.mark.slow
-def test_the_same_error_in_the_same_step_ends_the_run(settings, tmp_path):
-    trainer = run(settings, tmp_path / "run", "trainer.save_freq=1", "trainer.max_restarts=5")
-    strike_at(trainer, 3, signal.SIGKILL, times=5)
-    with pytest.raises(WorkerDied) as error:
-        trainer.fit()
-    assert trainer.view.restarts == 1
-    assert "no restart: the same error has ended step 3 before" in error.value.__notes__
-
-
-@pytest.mark.slow
 def test_a_restart_ignores_checkpoints_that_the_run_was_told_to_ignore(straight, settings, tmp_path):
     shutil.copytree(straight / "global_step_4", tmp_path / "run" / "global_step_4")
     saving = ["trainer.save_freq=4", "trainer.max_restarts=1", "trainer.resume_mode=disable"]
@@ -155,25 +136,25 @@ def test_rewind_returns_to_the_last_checkpoint(settings, resume_mode):
     assert steps[6:] == steps[2:4]
 
 
-def test_rewind_without_a_checkpoint_returns_to_the_start(settings):
+@pytest.mark.parametrize("by_fit", [True, False])
+def test_rewind_without_a_checkpoint_returns_to_the_start(by_fit, settings):
     trainer = LocalPPOTrainer(overrides=[*settings, "algorithm.name=grpo", "trainer.save_at_end=false"])
     with pytest.raises(ValueError, match="cannot return to an earlier step: there is no checkpoint in "):
         trainer.rewind()
     steps = []
     trainer.on_step.append(lambda report: steps.append(lengths(report.metrics)))
-    trainer.fit(steps=2)
+
+    def two_steps() -> None:
+        if by_fit:
+            trainer.fit(steps=2)
+        else:  # a custom loop
+            steps.extend(lengths(trainer.step()) for _ in range(2))
+
+    two_steps()
     trainer.rewind()
     assert trainer.global_step == 0
-    trainer.fit(steps=2)
+    two_steps()
     assert steps[2:] == steps[:2] and steps[0] != steps[1]
-
-
-def test_rewind_of_a_custom_loop(settings):
-    trainer = LocalPPOTrainer(overrides=[*settings, "algorithm.name=grpo", "trainer.save_at_end=false"])
-    first = [lengths(trainer.step()) for _ in range(2)]
-    trainer.rewind()
-    assert trainer.global_step == 0
-    assert [lengths(trainer.step()) for _ in range(2)] == first and first[0] != first[1]
     trainer.shutdown()
 
 

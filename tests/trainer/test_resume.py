@@ -1,6 +1,7 @@
 """A run that was stopped and resumed gives the numbers of one that was not, to the last digit."""
 
 import itertools
+import json
 import shutil
 from pathlib import Path
 
@@ -8,13 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from examples.quickstart.tiny_model import tiny_model
+from tests.trainer.conftest import run_settings
 from tests.trainer.runs import metrics_of, steps_in
 from verl.config import Config, load_config, to_flat_dict
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.state import identity
 
 MODEL = "actor_rollout_ref.model.path=none"
-
+GRPO = ["algorithm.adv_estimator=grpo", "trainer.save_freq=1"]
 
 ALGORITHMS = {
     "grpo": ["algorithm.adv_estimator=grpo"],
@@ -43,30 +46,37 @@ ALGORITHMS = {
     ],
 )
 def test_resumed_is_bit_equal_to_uninterrupted(algorithm, stop, settings, tmp_path):
-    run = tmp_path / "run"
-    chosen = [*settings, *ALGORITHMS[algorithm], "trainer.save_freq=2", "trainer.test_freq=4"]
-    last = stop + 2
-    LocalPPOTrainer(overrides=[*chosen, f"trainer.total_training_steps={last}"]).fit()
-    straight = metrics_of(run)
-    assert sorted(straight) == list(range(1, last + 1))
-    shutil.rmtree(run)
-    LocalPPOTrainer(overrides=[*chosen, f"trainer.total_training_steps={stop}"]).fit()
-    LocalPPOTrainer(overrides=[*chosen, f"trainer.total_training_steps={last}"]).fit()
-    resumed = metrics_of(run)
-    for step in range(1, last + 1):
-        if step != stop:  # there the short run validated, being at its end
-            assert resumed[step] == straight[step], step
-        else:
-            assert resumed[step].items() >= straight[step].items()
-
-
-def test_a_finished_run_says_that_there_is_nothing_to_do(settings, caplog):
-    chosen = [*settings, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=2", "trainer.save_freq=2"]
+    run, last = tmp_path / "run", stop + 2
+    chosen = [*settings, *ALGORITHMS[algorithm], f"trainer.save_freq={stop}", "trainer.test_freq=4"]
+    chosen.append(f"trainer.total_training_steps={last}")
     LocalPPOTrainer(overrides=chosen).fit()
-    trainer = LocalPPOTrainer(overrides=chosen)
+    straight = metrics_of(run)
+    assert sorted(straight) == list(range(1, last + 1)) and steps_in(run) == [stop]
+    LocalPPOTrainer(overrides=chosen).fit()  # as if the run had been killed in its last step
+    assert metrics_of(run) == straight
+    dropped = [json.loads(line)["step"] for line in (run / "metrics.dropped.jsonl").read_text().splitlines()]
+    assert sorted({*dropped}) == [stop + 1, last]
+
+
+@pytest.fixture(scope="module")
+def first_step(tiny, tmp_path_factory) -> Path:
+    """The folder of a run of one step of GRPO."""
+    run = tmp_path_factory.mktemp("first") / "run"
+    LocalPPOTrainer(overrides=[*run_settings(tiny, run), *GRPO, "trainer.total_training_steps=1"]).fit()
+    return run
+
+
+@pytest.fixture
+def saved(first_step, settings, tmp_path) -> list[str]:
+    """The settings of a run that has made one step."""
+    shutil.copytree(first_step, tmp_path / "run", symlinks=True)
+    return [*settings, *GRPO]
+
+
+def test_a_finished_run_says_that_there_is_nothing_to_do(saved, caplog):
+    trainer = LocalPPOTrainer(overrides=[*saved, "trainer.total_training_steps=1"])
     trainer.fit()
-    assert trainer.global_step == 2
-    assert "nothing to train" in caplog.text
+    assert trainer.global_step == 1 and "nothing to train" in caplog.text
 
 
 def test_a_checkpoint_is_kept_whole_and_changed_settings_are_named(settings, tmp_path, caplog):
@@ -86,22 +96,12 @@ def test_a_checkpoint_is_kept_whole_and_changed_settings_are_named(settings, tmp
     assert steps_in(run)[-1] == 4
 
 
-def test_resuming_with_another_model_is_refused(settings, tiny, tmp_path):
-    from examples.quickstart.tiny_model import tiny_model
-
-    chosen = [*settings, "algorithm.adv_estimator=grpo", "trainer.save_freq=1"]
-    LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=1"]).fit()
+def test_resuming_with_another_model_is_refused(saved, tmp_path):
     other = tiny_model("llama", tmp_path / "other", seed=0, size="mini")
     before = sorted(p.name for p in (tmp_path / "run").iterdir())
+    changed = [f"actor_rollout_ref.model.path={other}", "trainer.allow_change=[model]"]
     with pytest.raises(ValueError, match="a different model"):
-        LocalPPOTrainer(
-            overrides=[
-                *chosen,
-                "trainer.total_training_steps=2",
-                f"actor_rollout_ref.model.path={other}",
-                "trainer.allow_change=[model]",
-            ]
-        ).fit()
+        LocalPPOTrainer(overrides=[*saved, "trainer.total_training_steps=2", *changed]).fit()
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == before
 
 
@@ -122,12 +122,10 @@ def test_a_learning_rate_that_was_changed_is_the_one_that_is_used(settings, tmp_
     assert [(group["weight_decay"], group["lr"]) for group in groups] == [(0.25, 1e-3)]
 
 
-def test_a_role_that_the_checkpoint_does_not_have(settings):
-    chosen = [*settings, "trainer.save_freq=1"]
-    LocalPPOTrainer(overrides=[*chosen, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=1"]).fit()
+def test_a_role_that_the_checkpoint_does_not_have(saved):
+    allowed = ["trainer.allow_change=[algorithm.*]", "trainer.total_training_steps=2"]
     with pytest.raises(ValueError, match="global_step_1 has no critic: it was written by a run without one"):
-        allowed = ["trainer.allow_change=[algorithm.*]", "trainer.total_training_steps=2"]
-        LocalPPOTrainer(overrides=[*chosen, "algorithm.adv_estimator=gae", *allowed]).fit()
+        LocalPPOTrainer(overrides=[*saved, "algorithm.adv_estimator=gae", *allowed]).fit()
 
 
 KL = ["actor_rollout_ref.actor.use_kl_loss=true"]  # as with algorithm.name=grpo
@@ -158,14 +156,13 @@ def refused(chosen: list[str], step: int, *changes: str) -> str:
     return ""
 
 
-def test_another_experiment_is_refused_with_the_differences(settings, tiny, tmp_path, caplog):
-    model, file, reward = tmp_path / "model", tmp_path / "train.jsonl", tmp_path / "own.py"
+def test_another_experiment_is_refused_with_the_differences(saved, tiny, tmp_path, caplog):
+    model, file, reward = tmp_path / "model", tmp_path / "train.jsonl", tmp_path / "reward.py"
     shutil.copytree(tiny / "model", model)
     file.write_text((tiny / "train.jsonl").read_text())
     reward.write_text((tiny / "reward.py").read_text())
-    chosen = [*settings, f"data.train_files={file}", "algorithm.adv_estimator=grpo", "trainer.save_freq=1"]
-    chosen += [f"actor_rollout_ref.model.path={model}", f"reward.custom_reward_function.path={reward}"]
-    assert refused(chosen, 1) == ""
+    chosen = [*saved, f"data.train_files={file}", f"actor_rollout_ref.model.path={model}"]
+    chosen.append(f"reward.custom_reward_function.path={reward}")
     assert "\n  algorithm.adv_estimator: grpo -> rloo\n" in refused(chosen, 2, "algorithm.adv_estimator=rloo")
     error = refused(chosen, 2, "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.policy_loss.loss_mode=gpg")
     assert "rollout.n: 2 -> 4\n" in error and "policy_loss.loss_mode: vanilla -> gpg\n" in error
@@ -176,7 +173,7 @@ def test_another_experiment_is_refused_with_the_differences(settings, tiny, tmp_
     error = refused(chosen, 2)
     assert "\n  model: model.safetensors has other contents\n" in error
     assert "\n  data: train.jsonl has other contents\n" in error
-    assert "\n  reward: own.py has other contents\n" in error
+    assert "\n  reward: reward.py has other contents\n" in error
     assert error.endswith("set trainer.allow_change=[model,data,reward]")
     assert "found 'modl': did you mean 'model'?" in refused(chosen, 2, "trainer.allow_change=[modl]")
     assert steps_in(tmp_path / "run") == [1]
@@ -185,13 +182,11 @@ def test_another_experiment_is_refused_with_the_differences(settings, tiny, tmp_
     assert "allowed change of the experiment: model: model.safetensors has other contents; the KL ref" in caplog.text
 
 
-def test_the_same_files_elsewhere_and_tuned_settings_are_the_same_experiment(settings, tiny, tmp_path, caplog):
-    chosen = [*settings, "algorithm.name=grpo", "trainer.save_freq=1"]
-    assert refused(chosen, 1) == ""
+def test_the_same_files_elsewhere_and_tuned_settings_are_the_same_experiment(saved, tiny, tmp_path, caplog):
     shutil.copytree(tiny / "model", tmp_path / "copy")
     shutil.copy(tiny / "train.jsonl", tmp_path / "renamed.jsonl")
     moved = [f"actor_rollout_ref.model.path={tmp_path / 'copy'}", f"data.train_files={tmp_path / 'renamed.jsonl'}"]
-    assert refused(chosen, 2, *moved, "actor_rollout_ref.actor.optim.lr=2e-3") == ""
+    assert refused(saved, 2, *moved, "actor_rollout_ref.actor.optim.lr=2e-3") == ""
     assert "actor_rollout_ref.actor.optim.lr: 0.001 -> 0.002" in caplog.text
 
 

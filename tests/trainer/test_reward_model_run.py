@@ -56,13 +56,10 @@ def test_a_reward_model_on_separate_devices_gives_the_same_numbers(judged):
         assert {name: a[name] for name in COMPARED} == {name: b[name] for name in COMPARED}
 
 
-def test_a_function_combines_the_models_score_with_a_rule(judged, tmp_path):
-    rule = tmp_path / "rule.py"
-    rule.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return {'score': 0.5 * extra_info['rm_score'] + len(solution_str), 'length': len(solution_str)}\n"
-    )
-    metrics, columns = run(judged, f"reward.custom_reward_function.path={rule}", "algorithm.name=remax")
+def test_a_function_combines_the_models_score_with_a_rule(judged, paid_by):
+    score = "0.5 * extra_info['rm_score'] + len(solution_str)"
+    rule = paid_by(f"return {{'score': {score}, 'length': len(solution_str)}}")
+    metrics, columns = run(judged, rule, "algorithm.name=remax")
     lengths = columns["token_level_scores"].sum(1) - 0.5 * columns["rm_scores"].sum(1)
     assert torch.allclose(lengths, lengths.round(), atol=1e-4)
     assert lengths.mean().item() == pytest.approx(metrics[-1]["reward/length"], abs=1e-4)
@@ -75,31 +72,15 @@ def test_a_function_that_cannot_see_the_models_score_is_refused(judged, tmp_path
         LocalPPOTrainer(overrides=[*judged, f"reward.custom_reward_function.path={blind}"])
 
 
-def test_a_score_that_is_not_read_is_said(judged, tmp_path, caplog):
-    said = "THE REWARD MODEL'S SCORE HAS NO EFFECT"
-    rules = {"deaf": "len(solution_str)", "listening": "extra_info['rm_score'] + len(solution_str)"}
-    for name, value in rules.items():
-        rule = tmp_path / f"{name}.py"
-        rule.write_text(
-            f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {value}\n"
-        )
-        caplog.clear()
-        LocalPPOTrainer(overrides=[*judged, f"reward.custom_reward_function.path={rule}"])
-        assert (f"{said}: the reward function compute_score() at {rule}:1" in caplog.text) == (name == "deaf")
-    caplog.clear()
-    LocalPPOTrainer(overrides=judged)  # the score itself is the reward
-    assert said not in caplog.text
-
-
-def test_a_reward_model_that_is_not_switched_on_is_said(judged, settings, caplog):
-    path = next(setting for setting in judged if "model_path" in setting)
-    LocalPPOTrainer(overrides=[*settings, "algorithm.name=grpo", path])
-    assert "has no effect with reward.reward_model.enable=false" in caplog.text
-
-
-def test_a_reward_model_without_a_path_is_refused(judged):
-    with pytest.raises(ValueError, match=r"reward\.reward_model\.model_path: null, but .*enable is true"):
-        LocalPPOTrainer(overrides=[*judged, "reward.reward_model.model_path=null"])
+@pytest.mark.parametrize(
+    ("score", "is_read"),
+    [("len(solution_str)", False), ("extra_info['rm_score'] + len(solution_str)", True), (None, True)],
+)
+def test_a_score_that_is_not_read_is_said(score, is_read, judged, paid_by, tmp_path, caplog):
+    """Without a function, the score itself is the reward."""
+    LocalPPOTrainer(overrides=judged if score is None else [*judged, paid_by(f"return {score}")])
+    said = f"THE REWARD MODEL'S SCORE HAS NO EFFECT: the reward function compute_score() at {tmp_path / 'paid.py'}:"
+    assert (said in caplog.text) == (not is_read)
 
 
 @pytest.mark.slow

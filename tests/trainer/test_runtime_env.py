@@ -122,9 +122,8 @@ class Public:
     ("function", "manager"),
     [
         ("sample", "naive"),
-        ("sample", "prime"),
         ("coroutine", "naive"),
-        ("lists", "batch"),
+        *(pytest.param(*kinds, marks=pytest.mark.slow) for kinds in (("sample", "prime"), ("lists", "batch"))),
         pytest.param("columns", "naive", marks=pytest.mark.slow),  # the process imports torch
         ("sample", "Public"),
     ],

@@ -191,30 +191,23 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(chosen, tmp_path):
 
 @pytest.mark.parametrize("kept", [1, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_best_of_an_uninterrupted_one(kept, chosen, tmp_path):
+    """Also if the process was killed between the checkpoint and best_checkpoint.json."""
+    best = tmp_path / "run" / "best_checkpoint.json"
     plain = [*chosen, "trainer.save_best=true", "trainer.test_freq=1", "trainer.save_freq=2"]
     plain += [f"trainer.max_actor_ckpt_to_keep={kept}"] if kept else []
     for steps in (4, 6):
+        best.unlink(missing_ok=True)
         scripted(LocalPPOTrainer(overrides=[*plain, f"trainer.total_training_steps={steps}"]), SERIES).fit()
     assert steps_in(tmp_path / "run") == ([3, 6] if kept else [2, 3, 4, 6])  # 1 was superseded, and was not due
-    assert json.loads((tmp_path / "run" / "best_checkpoint.json").read_text())["step"] == 3
-
-
-def test_lower_is_better(chosen, tmp_path):
-    plain = [*chosen, "trainer.save_best=true", "trainer.save_best_mode=min", "trainer.test_freq=1"]
-    values = {1: 0.5, 2: 0.1, 3: 0.3}
-    scripted(LocalPPOTrainer(overrides=[*plain, "trainer.total_training_steps=3"]), values).fit()
-    assert json.loads((tmp_path / "run" / "best_checkpoint.json").read_text())["step"] == 2
-
-
-def test_the_best_file_is_written_again_after_a_kill(chosen, tmp_path):
-    """The process was killed between the checkpoint and best_checkpoint.json."""
-    plain = [*chosen, "trainer.save_best=true", "trainer.test_freq=1", "trainer.max_actor_ckpt_to_keep=1"]
-    scripted(LocalPPOTrainer(overrides=[*plain, "trainer.total_training_steps=3"]), SERIES).fit()
-    best = tmp_path / "run" / "best_checkpoint.json"
-    best.unlink()
-    scripted(LocalPPOTrainer(overrides=[*plain, "trainer.total_training_steps=5"]), SERIES).fit()
     assert json.loads(best.read_text())["step"] == 3
-    assert steps_in(tmp_path / "run") == [3, 5]
+
+
+@pytest.mark.parametrize(("mode", "step"), [("auto", 1), ("min", 2)])
+def test_whether_lower_is_better(mode, step):
+    watch = watch_with(TrainerConfig(save_best=True, save_best_mode=mode))
+    for number, value in enumerate((0.5, 0.1, 0.3), 1):
+        watch.observe(number, {METRIC: value})
+    assert watch.best.step == step
 
 
 def test_a_metric_that_does_not_exist_is_refused_before_training(chosen):
@@ -226,12 +219,10 @@ def test_a_metric_that_does_not_exist_is_refused_before_training(chosen):
     assert trainer.global_step == 0
 
 
-def test_a_metric_of_a_custom_validation_is_suggested(chosen):
-    more = ["trainer.save_best=mine/scor", "trainer.test_freq=1", "trainer.val_before_train=true"]
-    trainer = LocalPPOTrainer(overrides=[*chosen, *more])
-    trainer.validate = lambda: {METRIC: 0.5, "mine/score": 1.0, "other/score": 1.0}
+def test_a_metric_of_a_custom_validation_is_suggested():
+    watch = watch_with(TrainerConfig(save_best="mine/scor"))
     with pytest.raises(ValueError, match=r"no metric 'mine/scor': did you mean .?mine/score") as error:
-        trainer.fit()
+        watch.value_of({METRIC: 0.5, "mine/score": 1.0, "other/score": 1.0})
     assert "other/score" not in str(error.value)
 
 
@@ -257,7 +248,7 @@ def test_a_validation_without_the_metric_is_no_improvement(given, caplog):
     improved = []
     for step, metrics in enumerate(values, 1):
         watch.observe(step, metrics)
-        improved.append(watch.improved)
+        improved.append(watch.is_best(step))
     assert improved == [False, True, False, False, True] and watch.best == Best(METRIC, 0.6, 5, "max")
     assert [record.args[0] for record in caplog.records] == [1, 3, 4]
 

@@ -28,17 +28,17 @@ def validate(settings: list[str], *more: str) -> None:
 
 def test_the_record_of_the_training_run_is_kept(settings, tmp_path, caplog):
     run = tmp_path / "run"
-    steps = ["trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.test_freq=2"]
+    steps = ["trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=1"]
     PPOTrainer(overrides=[*settings, *steps]).fit()
     before, trained = contents(run), metrics(run)
-    assert [record["step"] for record in trained if "critic/score/mean" in record] == [1, 2, 3, 4]
-    old = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={run / 'global_step_2'}"]
+    assert [record["step"] for record in trained if "critic/score/mean" in record] == [1, 2]
+    old = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={run / 'global_step_1'}"]
     validate(settings, *steps, *old)
     assert contents(run) == before and not list(run.glob("*.dropped.jsonl"))
     (found,) = metrics(run / "val_only")
     names = {name for name in found if name.startswith("val-core/")}
-    (then,) = [record for record in trained if record["step"] == 2 and names <= record.keys()]
-    assert found["step"] == 2 and names and all(found[name] == then[name] for name in names)
+    (then,) = [record for record in trained if record["step"] == 1 and names <= record.keys()]
+    assert found["step"] == 1 and names and all(found[name] == then[name] for name in names)
     assert json.loads((run / "val_only" / "run.json").read_text())["state"] == "finished"
 
     caplog.set_level(logging.INFO, "verl")
@@ -47,12 +47,12 @@ def test_the_record_of_the_training_run_is_kept(settings, tmp_path, caplog):
     said = [line.split()[0] for line in caplog.messages if line.startswith(("model:  ", "metrics:", "next:"))]
     assert said == ["metrics:", "next:"] and "verl generate" not in caplog.text  # of a model that was not trained now
     assert contents(run) == before
-    assert [record["step"] for record in metrics(run / "val_only")] == [4]
-    assert [record["step"] for record in metrics(run / "val_only" / "earlier_runs" / "val_only_1")] == [2]
+    assert [record["step"] for record in metrics(run / "val_only")] == [2]
+    assert [record["step"] for record in metrics(run / "val_only" / "earlier_runs" / "val_only_1")] == [1]
     assert run in run_folders(run)
 
-    PPOTrainer(overrides=[*settings, *steps, "trainer.total_training_steps=5"]).fit()  # continues as if without them
-    assert metrics(run)[: len(trained)] == trained and metrics(run)[-1]["step"] == 5
+    PPOTrainer(overrides=[*settings, *steps, "trainer.total_training_steps=3"]).fit()  # continues as if without them
+    assert metrics(run)[: len(trained)] == trained and metrics(run)[-1]["step"] == 3
 
 
 def test_without_a_training_run_the_folder_has_the_validation(settings, tmp_path):

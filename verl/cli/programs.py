@@ -87,7 +87,6 @@ PROGRAMS = (
     Command("generate", "verl.trainer.main_generation", "Generate responses to the prompts of a file.", "generation"),
     Command("eval", "verl.trainer.main_eval", "Score responses; pass@k; compare two models.", "evaluation"),
     Command("merge", "verl.cli.programs:merge", "Merge a checkpoint into a Hugging Face model."),
-    Command("verify-resume", "verl.cli.verify_resume", "Check that a resumed run equals an uninterrupted one.", "ppo"),
     Command("quickstart", "verl.cli.programs:quickstart", "Train a tiny model with GRPO and watch its reward rise."),
 )
 

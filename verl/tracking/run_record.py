@@ -31,7 +31,7 @@ WARNINGS_LIMIT = 500
 
 #: files of a run, and those that are moved to `earlier_runs/`
 _RESULTS = ("metrics.jsonl", "samples.jsonl", "steps.jsonl")
-_MOVED = (*_RESULTS, *(name.replace(".", ".dropped.") for name in _RESULTS), "curves.png", "report.html", "tensorboard")
+_MOVED = (*_RESULTS, *(name.replace(".", ".dropped.") for name in _RESULTS), "report.html", "tensorboard")
 
 
 class RunRecord:

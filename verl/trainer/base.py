@@ -223,7 +223,7 @@ class Trainer(ABC):
         if not (trainer.val_only or (trainer.val_before_train and view.step == 0) or self._watch.is_pending):
             return {}
         metrics = self._validate()
-        if self._watch.improved:
+        if self._watch.is_best(view.step) and not trainer.val_only:
             self.checkpointer.save(view.step, is_due=self._is_due(trainer.save_freq))
         return metrics
 
@@ -299,7 +299,7 @@ class Trainer(ABC):
     def _save_if_due(self) -> None:
         trainer, view = self.config.trainer, self.view
         is_due = self._is_due(trainer.save_freq) or (self._is_over() and trainer.save_at_end) or self._save_is_pending
-        if not (is_due or self._watch.improved) or self.checkpointer.saved_step == view.step:
+        if not (is_due or self._watch.is_best(view.step)) or self.checkpointer.saved_step == view.step:
             return
         # a run that ends for bad steps must resume from before them
         self._save_is_pending = self._skips_step and view.step < view.total_steps

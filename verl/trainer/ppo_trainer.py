@@ -45,7 +45,6 @@ from verl.trainer.ppo.rollout_correction import correct_rollout
 from verl.trainer.ppo.weights import RolloutWeights
 from verl.trainer.startup.arguments import prepare_run
 from verl.trainer.startup.inputs import given_rewards, load_inputs, prompt_source, stop_token_ids
-from verl.trainer.startup.launch import print_config_errors_plainly
 from verl.trainer.startup.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
 from verl.trainer.state.checkpointing import describe_saving
 
@@ -105,7 +104,6 @@ class PPOTrainer(Trainer):
         use_rm: bool | None = None,
     ):
         setup_logging()
-        print_config_errors_plainly()
         run = prepare_run(
             config,
             config_path,

@@ -82,7 +82,7 @@ def check_tools_in_prompts(run: Run) -> None:
         from verl.agents.chat import ChatContinuation
 
         ChatContinuation(tokenizer, _tools_of(rollout.multi_turn), rollout.multi_turn.apply_chat_template_kwargs)
-    names = [tool["function"]["name"] for tool in _tools_of(data)]
+    names = _names(data)
     if not names or tokenizer.chat_template is None:
         return
     from verl.agents.chat import reads
@@ -101,31 +101,17 @@ def _tools_of(section: schema.MultiTurnConfig | schema.DataConfig) -> list[dict[
     return tool_schemas(section.tool_config_path, section.function_tool_path)
 
 
+def _names(section: schema.MultiTurnConfig | schema.DataConfig) -> list[str]:
+    return [tool["function"]["name"] for tool in _tools_of(section)]
+
+
 def describe_agents(config: schema.Config) -> dict[str, str]:
-    """What runs between the completions of a sample: topic -> description. Empty for one completion per prompt."""
+    """What runs between the completions of a sample: topic -> names. Empty for one completion per prompt."""
     rollout = config.actor_rollout_ref.rollout
-    loop = rollout.agent.default_agent_loop
+    loop, turns = rollout.agent.default_agent_loop, rollout.multi_turn
     if loop == _SERVER_LOOP:
-        server = rollout.server
-        agent = f"{server.agent.name}() of {server.agent.path}"
-        limits = f"at most {server.max_concurrency} concurrently per rollout process, {server.timeout:g} s each"
-        return {"agent": f"{agent}, calls the policy over HTTP; {limits}"}
+        return {"agent": f"{rollout.server.agent.name}() of {rollout.server.agent.path}, calls the policy over HTTP"}
     if not runs_tools(rollout):
         return {} if loop in SINGLE_TURN else {"agent loop": loop}
-    counts = {"assistant": rollout.multi_turn.max_assistant_turns, "user": rollout.multi_turn.max_user_turns}
-    limits = [f"at most {n} {role} turn{'s' * (n != 1)}" for role, n in counts.items() if n is not None]
-    topics = {
-        "tools": _describe_tools(rollout.multi_turn),
-        "interaction": ", ".join(interaction_classes(rollout.multi_turn.interaction_config_path)),
-        "turns": "; ".join([*limits, f"at most {rollout.response_length} tokens after the prompt"]),
-    }
-    return {topic: description for topic, description in topics.items() if description}
-
-
-def _describe_tools(turns: schema.MultiTurnConfig) -> str:
-    names = [tool["function"]["name"] for tool in _tools_of(turns)]
-    if not names:
-        return ""
-    process = "worker processes" if turns.tool_isolation == "process" else "the rollout process"
-    limit = "no time limit" if turns.tool_timeout is None else f"{turns.tool_timeout:g} s per call"
-    return f"{', '.join(names)}; calls in the format {turns.format}, run in {process}, {limit}"
+    topics = {"tools": _names(turns), "interaction": interaction_classes(turns.interaction_config_path)}
+    return {topic: ", ".join(names) for topic, names in topics.items() if names}

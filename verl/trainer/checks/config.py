@@ -20,13 +20,14 @@ from verl.data.rlhf_dataset import RLHFDataset
 from verl.engines.base import ENGINES
 from verl.registry import Registry, location_of
 from verl.rollout.base import ROLLOUT_ENGINES
+from verl.single_controller.cluster import format_devices, idle_devices
 from verl.single_controller.local.cluster import ProcessCluster
 from verl.tracking.tracking import check_trackers
 from verl.trainer.checks.agents import agent_loop_names
 from verl.trainer.checks.preflight import Run
 from verl.trainer.ppo.flow import needs_critic, needs_reference
 from verl.trainer.startup.inputs import dataset_class
-from verl.trainer.startup.roles import idle_warning
+from verl.trainer.startup.roles import pools_of, roles_of
 
 logger = logging.getLogger("verl.trainer")
 
@@ -67,13 +68,19 @@ def check_reward_model(config: schema.Config) -> Iterator[Problem]:
 
 def check_placement(config: schema.Config) -> None:
     """Roles are placed on existing devices, and share all devices with another role or none. Warn of idle devices."""
-    if warning := idle_warning(config):
-        logger.warning(warning)
+    trainer, pools = config.trainer, pools_of(config, roles_of(config)).values()
+    devices = [pool for placed in pools for _, pool in placed]
+    if idle := idle_devices(devices, trainer.nnodes, trainer.n_gpus_per_node):
+        logger.warning(
+            "placement: no role uses %s of %d: add them to placement.*_devices, or use fewer devices",
+            format_devices(idle),
+            trainer.nnodes * trainer.n_gpus_per_node,
+        )
 
 
 def check_dataset_class(config: Schema) -> None:
     """The class of `data.custom_cls` can be imported."""
-    dataset_class(config, RLHFDataset)
+    dataset_class(config.data, RLHFDataset)
 
 
 def check_cluster(run: Run) -> None:

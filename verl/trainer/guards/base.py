@@ -1,7 +1,7 @@
 """The contract of a guard: an observer of a run that may end, undo or repeat its steps."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,16 +71,6 @@ class Guard:
         """The steps have ended, or are about to be repeated; also after an error."""
 
 
-class Callback(Guard):
-    """Calls a function with the view of the run and the report of the step; it may return an Action."""
-
-    def __init__(self, function: "Callable[[RunView, StepReport], Action | None]"):
-        self.function = function
-
-    def after_step(self, view: "RunView", report: "StepReport") -> Action | None:
-        return self.function(view, report)
-
-
 def load_callbacks(addresses: Iterable[str]) -> list[Guard]:
     """The callbacks at these addresses, `file.py:name`. A class is made without arguments.
 
@@ -102,7 +92,9 @@ def load_callbacks(addresses: Iterable[str]) -> list[Guard]:
         except TypeError as error:
             form = "a Guard or a function of (view, report)"
             raise ValueError(f"trainer.callbacks: {address} is not {form}: {error}") from None
-        callbacks.append(Callback(callback))
+        guard = Guard()
+        guard.after_step = callback
+        callbacks.append(guard)
     return callbacks
 
 

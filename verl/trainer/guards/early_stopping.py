@@ -13,7 +13,7 @@ from typing import Any
 from verl.config.fields import Schema
 from verl.registry import did_you_mean
 from verl.trainer.guards.base import STOP, Action, Guard
-from verl.trainer.view import RunView, StepReport
+from verl.trainer.view import RunView
 
 logger = logging.getLogger("verl.trainer")
 
@@ -36,7 +36,6 @@ class ValidationWatch(Guard):
     """Follows a metric of the validations of a run, for `trainer.save_best` and `trainer.early_stopping`.
 
     Attributes:
-        improved: whether the validation of the last step was the best one, with save_best.
         is_pending: whether the validation of the last step is due, but was put off by an interruption.
     """
 
@@ -48,13 +47,16 @@ class ValidationWatch(Guard):
         self._reference: float | None = None  # of early stopping: a smaller change than min_delta keeps it
         self._without_improvement = 0  # validations
         self._name: str | None = None  # of the metric in the validations so far
-        self.improved = False
         self.is_pending = False
 
     @property
     def best(self) -> Best | None:
         """The best validation of `trainer.save_best`; None without one."""
         return self._best if self._settings.save_best else None
+
+    def is_best(self, step: int) -> bool:
+        """Whether the validation of a step is the best one, with save_best."""
+        return self.best is not None and self.best.step == step
 
     @property
     def reason(self) -> str | None:
@@ -67,9 +69,6 @@ class ValidationWatch(Guard):
             f"{best.metric} has not improved{delta} in {self._without_improvement} validations "
             f"(best: {best.value:.4g} at step {best.step}; trainer.early_stopping.patience={self.patience})"
         )
-
-    def after_step(self, view: RunView, report: StepReport) -> None:
-        self.improved = False
 
     def after_validation(self, view: RunView, metrics: Mapping[str, float]) -> Action | None:
         if not (self._settings.save_best or self.patience):
@@ -94,13 +93,13 @@ class ValidationWatch(Guard):
         Raises:
             NoMetricError: the first validation does not have the metric.
         """
-        self.is_pending, self.improved = False, False
+        self.is_pending = False
         name, value = self._compared(step, metrics)
         mode = direction(name, self._settings.save_best_mode)
         sign = -1.0 if mode == "min" else 1.0
         is_number = not math.isnan(value)
         if is_number and (self._best is None or sign * value > sign * self._best.value):
-            self._best, self.improved = Best(name, value, step, mode), bool(self._settings.save_best)
+            self._best = Best(name, value, step, mode)
         if is_number and (self._reference is None or sign * (value - self._reference) > self._min_delta):
             self._reference, self._without_improvement = value, 0
         else:

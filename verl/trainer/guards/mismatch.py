@@ -53,9 +53,11 @@ class MismatchLimit(Guard):
         versions = report.batch.tensors.get("weight_version")
         if versions is not None and versions.min() < report.step - 1:
             return  # sampled by an earlier policy, whose log-probs training has changed
-        mismatch = self._mismatch(report)
         is_first, self._is_first = self._is_first, False
-        if mismatch <= max(self._limit(_FLOAT32), 2 * self._worst) or not all(view.roles["rollout"].samples_policy()):
+        least = max(self._limit(_FLOAT32), 2 * self._worst)
+        if report[_METRIC] <= least or (mismatch := self._mismatch(report)) <= least:
+            return
+        if not all(view.roles["rollout"].samples_policy()):
             return
         is_narrow = any(view.roles["actor"].computes_in_16_bits())
         limit = self._limit(_16_BITS if is_narrow else _FLOAT32, experts_of(view.run.inputs.limits.hf_config))

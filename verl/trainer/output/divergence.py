@@ -36,11 +36,14 @@ def window_means(series: Series) -> list[tuple[int, float]]:
 def reward_collapse(history: History, scale: float = 1.0) -> str | None:
     """The mean reward fell below half of its best value, by more than five standard errors."""
     series = find(history, REWARD)
-    means = window_means(series)
-    if len(means) <= WINDOW:
+    if len(series) <= WINDOW:
         return None
+    highest, now = max(value for _, value in series), statistics.fmean([value for _, value in series[-WINDOW:]])
+    if not highest - now > scale * abs(highest) / 2:  # nor does the best mean, which is not above it
+        return None
+    means = window_means(series)
     best_at = max(range(len(means)), key=lambda i: means[i][1])
-    (best_step, best), (_, now) = means[best_at], means[-1]
+    best_step, best = means[best_at]
     changes = [abs(b - a) for (_, a), (_, b) in itertools.pairwise(series[: best_at + WINDOW])]
     # the median of |a - b| of two normal variables is 0.95 standard deviations
     deviation = statistics.median_high(changes) / 0.95
@@ -83,18 +86,20 @@ def kl_blow_up(history: History, scale: float = 1.0) -> str | None:
 
 def entropy_collapse(history: History, scale: float = 1.0) -> str | None:
     """The entropy fell below a tenth of its first values, and the reward did not rise since it was half of them."""
-    entropy = window_means(find(history, ENTROPY))
-    if not entropy or entropy[0][1] <= 0 or not entropy[-1][1] < 0.1 / scale * entropy[0][1]:
+    entropy = find(history, ENTROPY)
+    if not entropy or (first := entropy[0][1]) <= 0:
+        return None
+    now = statistics.fmean([value for _, value in entropy[-WINDOW:]])
+    if not now < 0.1 / scale * first:
         return None
     reward = window_means(find(history, REWARD))
-    halved = next(step for step, value in entropy if value < entropy[0][1] / 2)
+    halved = next(step for step, value in window_means(entropy) if value < first / 2)
     at_half = next((value for step, value in reward if step >= halved), None)
     if at_half is not None and reward[-1][1] > at_half:
         return None
-    values = _first_to_last(find(history, ENTROPY))
     return (
-        f"the entropy collapsed: {values}, mean of {WINDOW} steps {entropy[-1][1]:.3g}, and the reward did not rise "
-        "meanwhile"
+        f"the entropy collapsed: {_first_to_last(entropy)}, mean of {WINDOW} steps {now:.3g}, and the reward did not "
+        "rise meanwhile"
         f"{_learning_rate(history)}; then actor.entropy_coeff, a larger actor.clip_ratio_high, or rollout.temperature"
     )
 

@@ -1,6 +1,5 @@
 """Output of a run: the display, the trackers, and the record for `verl runs` and `verl report`."""
 
-import importlib.util
 import logging
 import shlex
 import time
@@ -10,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from verl.agents import SINGLE_TURN
-from verl.checkpoints.atomic import set_aside_irregular
 from verl.config import differences, schema, to_flat_dict
 from verl.protocol import DataProto
 from verl.tracking.console import TrainingProgress
-from verl.tracking.curves import read_metrics, save_curves
+from verl.tracking.curves import read_metrics
 from verl.tracking.formatting import Series, summary_lines
 from verl.tracking.run_record import RunRecord
 from verl.tracking.runs import read_about
@@ -73,26 +71,9 @@ def _results(view: RunView, folder: Path, has_file: bool) -> list[str]:
         lines.append(f"checkpoint: {_short_path(saved)}")
         commands.append(f"verl merge --local_dir {_typed(saved / 'actor')} --target_dir {_typed(saved / 'merged')}")
     if has_file:
-        lines.insert(min(1, len(lines)), f"metrics: {typed / 'metrics.jsonl'}{_curves(folder)}")
+        lines.insert(min(1, len(lines)), f"metrics: {typed / 'metrics.jsonl'}")
         commands.append(f"verl report {_typed(typed)}")
     return lines + next_lines(commands)
-
-
-def _curves(folder: Path) -> str:
-    """Plot the learning curves, if matplotlib is installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return ""
-    picture = folder / "curves.png"
-    try:
-        set_aside_irregular(picture)
-        path = save_curves(folder / "metrics.jsonl", picture)
-    except OSError as error:
-        logger.warning("%s cannot be written: %s", picture, error)
-        return ""
-    except ValueError as error:  # a custom flow without the metrics that are plotted
-        logger.debug("no curves: %s", error)
-        return ""
-    return f", {path.name}"
 
 
 def next_lines(commands: Sequence[str]) -> list[str]:

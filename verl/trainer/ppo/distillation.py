@@ -16,7 +16,6 @@ from verl.dataflow import CONTROLLER, DataFlow, Operator
 from verl.engines.base import NUM_CANDIDATES
 from verl.protocol import DataProto
 from verl.trainer.ppo.operators import SEQUENCES, Roles, media_columns, sequence_columns
-from verl.trainer.ppo.teacher_server import TeacherServer
 
 
 @dataclass(eq=False, repr=False)
@@ -58,6 +57,8 @@ class Teachers:
         if teacher.server_url is not None:
             if media_columns(batch):
                 raise ValueError(f"the teacher {key!r} is on a server, which reads no images: use a local model")
+            from verl.trainer.ppo.teacher_server import TeacherServer
+
             return TeacherServer(teacher, self.config.server_timeout).log_probs(batch, count)
         inputs = sequence_columns(batch)
         inputs.meta_info.update({"teacher": key} | ({} if count is None else {NUM_CANDIDATES: count}))

@@ -19,10 +19,9 @@ from torch.utils.data import Dataset, RandomSampler, Sampler, SequentialSampler
 
 from verl.config import load_section
 from verl.config.public.objects import plain_config
-from verl.data.rlhf_dataset import RLHFDataset, create_custom_dataset, load_dataset_class
 from verl.registry import load_object
 from verl.single_controller import Worker, WorkerSpec
-from verl.trainer.startup.inputs import load_sampler
+from verl.trainer.startup.inputs import dataset_of_files, load_sampler
 
 WorkerType = type[Worker]
 
@@ -124,10 +123,7 @@ def create_rl_dataset(
     """The dataset of files: RLHFDataset, or the class of `data.custom_cls`. is_train has no effect."""
     paths = [data_paths] if isinstance(data_paths, str) else list(data_paths)
     data = load_section("data", plain_config(data_config))
-    if data.custom_cls.path:
-        cls = load_dataset_class(data.custom_cls.path, data.custom_cls.name)
-        return create_custom_dataset(cls, paths, tokenizer, data.model_dump(), max_samples, processor=processor)
-    return RLHFDataset(paths, tokenizer, data.model_dump(), processor=processor, max_samples=max_samples)
+    return dataset_of_files(data, paths, max_samples, tokenizer, processor)
 
 
 def create_rl_sampler(data_config: Any, dataset: Dataset) -> Sampler[int]:

@@ -76,8 +76,8 @@ def load_inputs(run: "Run", tokenizer: Any = None) -> Inputs:
     train = as_dataset(config, tokenizer, train_dataset, config.data.train_max_samples, processor)
     val = as_dataset(config, tokenizer, run.val_dataset, config.data.val_max_samples, processor)
     if train is None:
-        train = _list_bad_rows(config, lambda: load_dataset(config, tokenizer, processor))
-    val = val if val is not None else load_val_dataset(config, tokenizer, processor)
+        train = _list_bad_rows(config, lambda: load_dataset(config.data, tokenizer, processor))
+    val = val if val is not None else load_val_dataset(config.data, tokenizer, processor)
     collate = PromptCollator(tokenizer, config.data, processor)
     return Inputs(model, tokenizer, train, val, rewards, collate, processor, load_sampler(config.data, train))
 
@@ -86,7 +86,7 @@ def load_sft_inputs(
     run: "Run", tokenizer: Any, default: type[TokenizedDataset], collate: Callable[..., DataProto]
 ) -> Inputs:
     """Like `load_inputs`, for SFT. default: the dataset class; collate: (items, pad_token_id) -> a batch."""
-    config, data, cls = run.config, run.config.data, dataset_class(run.config, default)
+    config, data, cls = run.config, run.config.data, dataset_class(run.config.data, default)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
     note_unused_media_keys(data, processor)
@@ -132,10 +132,9 @@ def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def dataset_class(config: schema.Config | schema.SFTConfig, default: type[Dataset]) -> type[Dataset]:
+def dataset_class(data: schema.DataConfig | schema.SFTDataConfig, default: type[Dataset]) -> type[Dataset]:
     """The custom dataset class of `data.custom_cls`, or the default."""
-    custom = config.data.custom_cls
-    return load_dataset_class(custom.path, custom.name) if custom.path else default
+    return load_dataset_class(data.custom_cls.path, data.custom_cls.name) if data.custom_cls.path else default
 
 
 def _list_bad_rows(config: schema.Config | schema.SFTConfig, load: Callable[[], Dataset]) -> Dataset:
@@ -150,29 +149,31 @@ def _list_bad_rows(config: schema.Config | schema.SFTConfig, load: Callable[[], 
     return train
 
 
-def load_dataset(config: schema.Config, tokenizer: Any, processor: Any = None) -> Dataset:
+def load_dataset(data: schema.DataConfig, tokenizer: Any, processor: Any = None) -> Dataset:
     """The training prompts."""
-    files, weights, limit = config.data.train_files, config.data.train_weights, config.data.train_max_samples
+    files, weights, limit = data.train_files, data.train_weights, data.train_max_samples
     if not weights:
-        return _dataset(config, tokenizer, files, limit, processor)
+        return dataset_of_files(data, files, limit, tokenizer, processor)
     if len(weights) != len(files):
         raise ValueError(
             f"data.train_weights: expected one weight for each of data.train_files, {len(files)}, found {len(weights)}"
         )
-    return Mixture([_dataset(config, tokenizer, [file], limit, processor) for file in files], files)
+    return Mixture([dataset_of_files(data, [file], limit, tokenizer, processor) for file in files], files)
 
 
-def load_val_dataset(config: schema.Config, tokenizer: Any, processor: Any = None) -> Dataset | None:
+def load_val_dataset(data: schema.DataConfig, tokenizer: Any, processor: Any = None) -> Dataset | None:
     """The validation prompts; None without `data.val_files`."""
-    files = [with_split(file, "test") for file in config.data.val_files]
-    data = config.data.model_copy(update={"max_bad_rows": 0})  # a validation is on all of its rows
-    config = config.model_copy(update={"data": data})
-    return _dataset(config, tokenizer, files, config.data.val_max_samples, processor) if files else None
+    files = [with_split(file, "test") for file in data.val_files]
+    data = data.model_copy(update={"max_bad_rows": 0})  # a validation is on all of its rows
+    return dataset_of_files(data, files, data.val_max_samples, tokenizer, processor) if files else None
 
 
-def _dataset(config: schema.Config, tokenizer: Any, files: Sequence[str], max_samples: int, processor: Any) -> Dataset:
-    cls, settings = dataset_class(config, RLHFDataset), config.data.model_dump()
-    if config.data.custom_cls.path:
+def dataset_of_files(
+    data: schema.DataConfig, files: Sequence[str], max_samples: int, tokenizer: Any, processor: Any = None
+) -> Dataset:
+    """The dataset of prompts in files: RLHFDataset, or the class of `data.custom_cls`."""
+    cls, settings = dataset_class(data, RLHFDataset), data.model_dump()
+    if data.custom_cls.path:
         return create_custom_dataset(cls, files, tokenizer, settings, max_samples, processor=processor)
     return cls(list(files), tokenizer, settings, processor=processor, max_samples=max_samples)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config import ConfigError
 from verl.single_controller.worker_group import WorkerError
 from verl.trainer.guards.early_stopping import NoMetricError
 from verl.trainer.guards.interruption import Stopped, sigterm_raises
@@ -19,19 +18,6 @@ from verl.utils.redaction import redact_text
 
 if TYPE_CHECKING:
     from verl.trainer.base import Trainer
-
-
-def print_config_errors_plainly() -> None:
-    """In a script, print an uncaught ConfigError without its traceback, as the commands do. Exit status 1 as before."""
-
-    def print_uncaught(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-        if isinstance(error, ConfigError):
-            print_error(error)
-        else:
-            sys.__excepthook__(kind, error, traceback)
-
-    if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = print_uncaught
 
 
 def dry_run(build: Callable[[], Any], verbose: bool = False) -> int:

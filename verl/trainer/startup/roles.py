@@ -7,7 +7,7 @@ from verl.config import schema
 from verl.rollout.request import stop_strings
 from verl.rollout.traits import engine_traits
 from verl.single_controller import WorkerSpec
-from verl.single_controller.cluster import ResourcePool, format_devices, idle_devices, place_roles
+from verl.single_controller.cluster import ResourcePool, format_devices, place_roles
 from verl.trainer.ppo.flow import needs_critic, needs_reference
 
 #: of trainer.worker_timeout, for a pause of the rollout: its error names what it waits for
@@ -97,23 +97,6 @@ def pools_of(config: schema.Config, roles: list[str]) -> dict[str, list[tuple[st
     for role, pool in placed.items():
         pools.setdefault(pool.name, []).append((role, pool))
     return pools
-
-
-def idle_warning(config: schema.Config) -> str:
-    """A warning about devices that no role uses; empty if there are none."""
-    trainer, pools = config.trainer, pools_of(config, roles_of(config))
-    placed = [pool for of_pool in pools.values() for _, pool in of_pool]
-    idle = idle_devices(placed, trainer.nnodes, trainer.n_gpus_per_node)
-    if not idle:
-        return ""
-    total = trainer.nnodes * trainer.n_gpus_per_node
-    keys = [f"placement.{role}_devices" for of_pool in pools.values() for role, _ in of_pool[:1]]
-    fewer = f", or use trainer.n_gpus_per_node={total - len(idle)}"
-    last = trainer.nnodes == 1 and idle[0] == total - len(idle)  # the others keep their numbers
-    return (
-        f"placement: no role uses {format_devices(idle)} of {total}, so {'it is' if len(idle) == 1 else 'they are'} "
-        f"idle: add {'it' if len(idle) == 1 else 'them'} to {' or '.join(keys)}{fewer if last else ''}"
-    )
 
 
 def placement_words(pools: Mapping[str, Sequence[tuple[str, ResourcePool]]]) -> str:

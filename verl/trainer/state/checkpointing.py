@@ -137,6 +137,7 @@ class Checkpointer:
         self._durations = Durations(wait_limits(self.run.config))
         self._serial: int | None = None  # of the newest checkpoint before this run
         self._pending: _Pending | None = None
+        self._saves = describe_saving(self.run.config.trainer) != "never"
 
     @property
     def config(self) -> Schema:
@@ -174,9 +175,8 @@ class Checkpointer:
             state["identity"] = self.identity.state()
             save_state(state | {"config": redacted(to_flat_dict(self.config))}, folder, "trainer")
             (folder / "config.yaml").write_text(dump_config(self.config, redact=True), encoding="utf-8")
-            best = self.watch.best
-            is_best = best is not None and best.step == step
-            record = asdict(best) | {"saved_as_best": not is_due} if is_best else None
+            is_best = self.watch.is_best(step)
+            record = asdict(self.watch.best) | {"saved_as_best": not is_due} if is_best else None
             self._pending = _Pending(path, start, folder, stack.pop_all(), record)
         self.saved_step, self.saved_path = step, path
         self.poll()
@@ -235,7 +235,7 @@ class Checkpointer:
     def poll(self, wait: bool = False) -> None:
         """Complete the pending checkpoint if it is written. Raises the error of a role that could not write."""
         if self._pending is None:
-            if describe_saving(self.config.trainer) != "never":
+            if self._saves:
                 self.store.warn_of_space()
             return
         groups = [self.roles[role] for role in self._present_roles()]
@@ -291,7 +291,7 @@ class Checkpointer:
         Returns:
             The step; 0 if there is no checkpoint to resume from.
         """
-        if describe_saving(self.config.trainer) != "never":
+        if self._saves:
             self.check_folder_is_shared()
             weights = Path(self.run.inputs.model.path).glob("*.safetensors")
             self.store.warn_of_space(sum(path.stat().st_size for path in weights))
