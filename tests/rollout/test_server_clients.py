@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import select
 import socket
 import threading
 import time
@@ -24,6 +25,7 @@ from verl.server.service import EngineLoop
 
 KEY = "secret"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
+BEARER = f"authorization: Bearer {KEY}"
 ORIGIN = "https://page.example"
 CHAT = {"model": "a/tiny", "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 8}
 PROMPT = {"model": "a/tiny", "prompt": "abc def", "max_tokens": 8, "temperature": 0}
@@ -35,7 +37,8 @@ def served(tmp_path_factory):
     folder = tiny_model("qwen2", tmp_path_factory.mktemp("served") / "model")
     with load({"name": "native"}, {"path": str(folder), "template": None}, "cpu", (1024, 32), "a/tiny") as loaded:
         generator = EngineLoop(loaded[0])
-        with ServerThread(make_app(loaded[1], KEY, generator=generator, cors_origins=[ORIGIN])) as server:
+        app = make_app(loaded[1], KEY, generator=generator, max_body=100_000, cors_origins=[ORIGIN])
+        with ServerThread(app) as server:
             yield *loaded, server
         generator.close()
 
@@ -200,6 +203,38 @@ def test_a_request_that_is_not_completed_in_time_is_closed(served, monkeypatch, 
     with httpx.Client(base_url=served[2].url) as again:  # a kept connection may be used until its own limit
         assert again.get("/health").status_code == 200
         assert again.post("/v1/completions", json=PROMPT, headers=HEADERS).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("request_line", "headers", "status"),
+    [
+        ("POST /v1/completions", "content-length: 50000", 401),
+        ("POST /v1/completions", f"{BEARER}\r\ncontent-length: 50000\r\ntransfer-encoding: chunked", 400),
+        ("POST /v1/completions", f"{BEARER}\r\ncontent-length: 2\r\ncontent-length: 50000", 400),
+        ("POST /v1/completions", f"{BEARER}\r\ncontent-length: 50000000\r\nconnection: close", 413),
+        ("POST /v1/nothing", f"{BEARER}\r\ncontent-length: 50000\r\nconnection: close", 404),
+    ],
+)
+def test_a_refusal_reaches_a_client_that_still_sends(served, request_line, headers, status):
+    """A closed socket answers data with a reset, for which the client drops a response that it has not read."""
+    for _ in range(100):
+        head = f"{request_line} HTTP/1.1\r\nhost: x\r\n{headers}\r\n\r\n".encode()
+        with connect(served[2], head + b" " * (100_001 if status == 413 else 0)) as connection:
+            select.select([connection], [], [], 30)
+            for _ in range(5):
+                connection.sendall(b" " * 10_000)
+            connection.shutdown(socket.SHUT_WR)
+            received = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert received.startswith(f"HTTP/1.1 {status} ".encode()), received
+        assert len(received.partition(b"\r\n\r\n")[2]) > 20
+
+
+def test_a_refused_client_that_sends_without_end_is_closed(served, monkeypatch):
+    monkeypatch.setattr(server_module, "LINGER_SECONDS", 0.2)
+    with connect(served[2], HALF_BODY.replace(b"secret", b"wrong")) as connection, pytest.raises(OSError):
+        for _ in range(3000):
+            connection.sendall(b"x")
+            time.sleep(0.01)
 
 
 def test_new_connections_replace_those_that_send_nothing(served, monkeypatch):
