@@ -1,7 +1,4 @@
-"""LoRA adapters that vLLM and SGLang apply: what they generate is what the trainer and merged weights give.
-
-The engines are needed: make test-vllm; VERL_CONTRACT_ENGINES=sglang, make test-sglang.
-"""
+"""LoRA adapters that vLLM applies: what it generates is what the trainer and merged weights give (make test-vllm)."""
 
 import asyncio
 import importlib.util
@@ -11,12 +8,11 @@ import pytest
 import torch
 
 from tests.engines.ranks import make_engine
-from tests.rollout.contract import CHOSEN, save_model
+from tests.rollout.contract import save_model
 from verl.config import schema
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
 from verl.protocol import DataProto
-from verl.rollout.adapters import AdaptedLayers
 from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.request import Request, SamplingParams, make_requests
 from verl.weight_sync import ReplicaSync
@@ -33,10 +29,8 @@ BOUND = 2e-5  # of log-probs, as in test_engine_contract.py
 class Pair:
     """A trainer with large adapters, an engine that applies them, and one that gets merged weights."""
 
-    def __init__(self, name: str, path: str, **lora):
-        self.name = name
+    def __init__(self, path: str, **lora):
         self.trainer = make_engine(path, **LORA | lora)
-        self.layers = AdaptedLayers.from_config(self.trainer.adapter_config())
         self.source = CastWeightSource(self.trainer, torch.float32)
         self.path = path
         self.applied = self.make()
@@ -46,9 +40,9 @@ class Pair:
         self.randomize()
 
     def make(self, **keys):
-        config = schema.RolloutConfig(name=self.name, prompt_length=64, response_length=448, max_num_seqs=8, **keys)
-        env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32, adapted_layers=self.layers)
-        return make_rollout_engine(self.name, config, schema.ModelConfig(path=self.path, **LORA), env, self.trainer)
+        config = schema.RolloutConfig(name="vllm", prompt_length=64, response_length=448, max_num_seqs=8, **keys)
+        env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32, adapters=self.trainer.adapter_config())
+        return make_rollout_engine("vllm", config, schema.ModelConfig(path=self.path, **LORA), env, self.trainer)
 
     @torch.no_grad()
     def randomize(self) -> None:
@@ -75,30 +69,19 @@ def greedy(engine, tokens: int = 24):
 
 #: q, k, v and gate, up are in fused layers; the adapters of llama are those of parts of them
 CASES = {
-    "vllm-qwen2": {},
-    "vllm-llama": {"target_modules": ["k_proj", "up_proj", "o_proj", "lm_head"], "lora_rank": 9},
-    "sglang-qwen2": {},
-    "sglang-llama": {"target_modules": ["v_proj", "up_proj", "o_proj"], "lora_rank": 5},
+    "qwen2": {},
+    "llama": {"target_modules": ["k_proj", "up_proj", "o_proj", "lm_head"], "lora_rank": 9},
 }
 
 
 @pytest.fixture(scope="module", params=CASES)
 def pair(request, tmp_path_factory) -> Pair:
-    name, family = request.param.split("-")
-    if importlib.util.find_spec(name) is None or (name == "sglang" and name not in (CHOSEN or "").split(",")):
-        pytest.skip(f"make test-{name}")
-    made = Pair(name, save_model(family, tmp_path_factory.mktemp("model")), **CASES[request.param])
-    yield made
-    if name == "sglang":
-        engines = [rollout.service.engine for rollout in (made.applied, made.merged)]
-        for engine in engines:  # `shutdown` kills the processes of both, which the other one would report later
-            engine.tokenizer_manager._subprocess_watchdog.stop()
-        for engine in engines:
-            engine.shutdown()
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: make test-vllm")
+    return Pair(save_model(request.param, tmp_path_factory.mktemp("model")), **CASES[request.param])
 
 
 def test_adapters_give_the_tokens_and_log_probs_of_merged_weights_with_fewer_bytes(pair):
-    """Adapters give the tokens and log-probs of merged weights, with fewer bytes."""
     size = {"base": sum(value.nbytes for _, value in pair.trainer.base_weights(torch.float32))}
     size["adapters"] = sum(value.nbytes for _, value in pair.trainer.adapter_weights())
     assert size["adapters"] < 0.1 * size["base"]
@@ -118,7 +101,6 @@ def test_adapters_give_the_tokens_and_log_probs_of_merged_weights_with_fewer_byt
 
 
 def test_sleep_keeps_the_adapter_and_release_the_base_weights(pair):
-    """`sleep` keeps the adapter, `release` the base weights."""
     pair.push(1)
     before = [c.token_ids for c in greedy(pair.applied)]
 

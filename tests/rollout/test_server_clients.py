@@ -297,6 +297,10 @@ def test_500_streams_at_once_and_cancelled_ones_free_their_slots(served):
 @pytest.mark.slow
 def test_5000_requests_without_growth(served):
     def resources() -> tuple[int, int, int]:
+        deadline = time.monotonic() + 60
+        while served[2]._server.server_state.connections:  # of the clients that have just left
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") >> 20, len(os.listdir("/proc/self/fd")), threading.active_count()
 

@@ -8,15 +8,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, StableLmConfig
 
+from tests.engines.ranks import make_engine
 from tests.rollout.asynchronous_runs import grpo_reports, model_folder
 from tests.rollout.contract import save_model
 from tests.trainer.conftest import run_settings
 from tests.vl_models import save_vl_model
 from verl.config import schema
-from verl.rollout.adapters import AdaptedLayers
+from verl.engines.loading import adapter_config
 from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy
-from verl.rollout.vllm.adapters import VllmAdapterReceiver, lora_args, obstacles
+from verl.rollout.vllm import adapters as adapters_module
+from verl.rollout.vllm.adapters import (
+    AdaptedLayers,
+    VllmAdapterReceiver,
+    applied_layers,
+    checked_pairs,
+    lora_args,
+    obstacles,
+)
 from verl.trainer.ppo.canary import StaleWeightsError
 
 pytest.importorskip("peft")
@@ -82,6 +91,90 @@ def test_adapters_that_vllm_does_not_apply(tmp_path):
     assert next(obstacles(vision, AdaptedLayers((inside, tower), 8))) == text
 
 
+# ---- which adapters are applied --------------------------------------------------------------------------------------
+
+LAYERS = AdaptedLayers(("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "lm_head"), 4)
+ADAPTERS = {"r": 2, "rank_pattern": {"lm_head": 4}, "scaling": dict.fromkeys(LAYERS.names, 1.0)}
+PUSHED = "the base weights are pushed once"
+
+
+@pytest.mark.parametrize(
+    ("setting", "adapters", "obstacles", "applied", "text"),
+    [
+        ("auto", ADAPTERS, [], True, f"lora_sync=auto: vllm applies the adapters of 3 layers (rank 4); {PUSHED}"),
+        ("adapters", ADAPTERS, [], True, PUSHED),
+        ("merged", ADAPTERS, [], False, "lora_sync=merged: vllm gets all weights in every push"),
+        ("auto", ADAPTERS, ["too old", "too large"], False, "gets merged weights in every push: too old; too large"),
+        ("adapters", None, [], False, ""),
+    ],
+)
+def test_the_log_of_rank_0_says_what_is_pushed_and_why(
+    setting, adapters, obstacles, applied, text, caplog, monkeypatch
+):
+    monkeypatch.setattr(adapters_module, "obstacles", lambda copy, layers: iter(obstacles))
+    copy = SimpleNamespace(config=schema.RolloutConfig(name="vllm", lora_sync=setting))
+    for rank in (0, 1):  # workers may log INFO on every rank (VERL_LOGGING_LEVEL)
+        caplog.clear()
+        with caplog.at_level("INFO", "verl.rollout.vllm.adapters"):
+            env = RolloutEnv(rank, 2, rank, torch.device("cpu"), 0, torch.float32, adapters=adapters)
+            assert applied_layers(copy, env) == (LAYERS if applied else None)
+        assert (text in caplog.text) if rank == 0 and text else not caplog.text
+
+
+def test_adapters_that_cannot_be_applied_are_refused_if_they_are_required(monkeypatch):
+    monkeypatch.setattr(adapters_module, "obstacles", lambda copy, layers: iter(["it is too old"]))
+    copy = SimpleNamespace(config=schema.RolloutConfig(name="vllm", lora_sync="adapters"))
+    env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32, adapters=ADAPTERS)
+    message = r"lora_sync=adapters: vllm cannot apply these adapters: it is too old: set rollout\.lora_sync=merged"
+    with pytest.raises(ValueError, match=message):
+        applied_layers(copy, env)
+
+
+def test_a_rollout_process_knows_the_layers_of_the_trainer(tmp_path):
+    """Separate devices: from the config.json and the `model` section, as the trainer's engine has them."""
+    path = save_model("qwen2", tmp_path)
+    keys = {"lora_rank": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
+    for section in ({"lora_rank": 3}, keys):
+        engine = make_engine(path, **section)
+        config = adapter_config(schema.ModelConfig(path=path, **section))
+        assert config == engine.adapter_config() and AdaptedLayers.from_config(config).rank == 3
+    engine.adapters.settings.rank_pattern = {"q_proj": 7}
+    engine.adapters.save(tmp_path, {})
+    layers = AdaptedLayers.from_config(adapter_config(schema.ModelConfig(path=path, lora_adapter_path=str(tmp_path))))
+    assert layers.rank == 7 and layers.modules == ["down_proj", "q_proj"]
+    assert adapter_config(schema.ModelConfig(path=path)) is None
+
+
+def adapter(name: str, rank: int = 2, inputs: int = 3, outputs: int = 4, rank_of_b: int | None = None):
+    yield f"base_model.model.{name}.lora_A.weight", torch.ones(rank, inputs)
+    yield f"base_model.model.{name}.lora_B.weight", torch.ones(outputs, rank_of_b or rank)
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        ([*adapter("a")], r"adapters of version 5: 1 are missing, first \['b'\]"),
+        ([*adapter("a"), *adapter("c")], "layer 'c' is unknown or was sent twice"),
+        ([*adapter("a"), *adapter("a")], "layer 'a' is unknown or was sent twice"),
+        ([*adapter("a", rank=3)], r"a has A \(3, 3\) and B \(4, 3\), expected \(r, 3\) and \(4, r\) with r up to 2"),
+        ([*adapter("a", inputs=4)], r"a has A \(2, 4\) and B \(4, 2\), expected"),
+        ([*adapter("a", outputs=3)], r"a has A \(2, 3\) and B \(3, 2\), expected"),
+        ([*adapter("a", rank_of_b=1)], r"a has A \(2, 3\) and B \(4, 1\), expected"),
+        ([*adapter("a")][:1], "one of lora_A and lora_B of a is missing"),
+        ([("base_model.model.a.modules_to_save.weight", torch.ones(1))], "expected names <layer>.lora_A.weight"),
+    ],
+)
+def test_adapters_of_other_layers_or_shapes_are_refused(sent, message):
+    layers, shapes = AdaptedLayers(("a", "b"), 2), {"a.weight": torch.Size((4, 3)), "b.weight": torch.Size((4, 3))}
+    with pytest.raises(ValueError, match=message):
+        list(checked_pairs(sent, layers, shapes, 5))
+    found = checked_pairs([*adapter("b", rank=1), *adapter("a")], layers, shapes, 5)
+    assert [(name, tuple(a.shape), tuple(b.shape)) for name, a, b in found] == [
+        ("b", (1, 3), (4, 1)),
+        ("a", (2, 3), (4, 2)),
+    ]
+
+
 # ---- with vLLM --------------------------------------------------------------------------------------------------
 
 
@@ -123,7 +216,7 @@ def pushed_bytes(reports) -> list[int]:
 @real
 @pytest.mark.timeout(600)
 def test_a_run_pushes_adapters_and_is_resumed(tiny, tmp_path, caplog):
-    with caplog.at_level("INFO", "verl.rollout.adapters"):
+    with caplog.at_level("INFO", "verl.rollout.vllm.adapters"):
         first = run(tiny, tmp_path / "run", 2, "trainer.save_freq=2")
     assert "lora_sync=auto: vllm applies the adapters of 14 layers (rank 4)" in caplog.text
     second = run(tiny, tmp_path / "run", 4)

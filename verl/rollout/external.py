@@ -52,7 +52,6 @@ def check_not_deterministic(config: schema.RolloutEngineConfig) -> None:
 
 
 FREE_SHARE = 0.9  # of the free memory, for the engine
-LORA = "the engine applies the adapters that are trained, and no others"
 #: arguments of both engines that are not supported -> the reason
 NOT_SUPPORTED = {
     "quantization": "trained weights cannot be loaded into a quantized model",
@@ -62,14 +61,12 @@ NOT_SUPPORTED = {
     "skip_tokenizer_init": "prompts and responses are token ids",
     "load_format": "weights come from the trainer, or from model.path without training",
 }
-NOT_SUPPORTED |= dict.fromkeys(("max_lora_rank", "lora_target_modules"), LORA)
 #: arguments that both adapters set -> the key that sets them
 OWNED = {
     "trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
     "tensor_parallel_size": "rollout.tensor_model_parallel_size",
     "dtype": "rollout.dtype",
     "enable_return_routed_experts": "rollout.enable_rollout_routing_replay",
-    "enable_lora": "rollout.lora_sync",
 }
 
 

@@ -33,7 +33,7 @@ class EngineTraits:
         batch_invariant: it supports `rollout.deterministic`.
         fp8: it generates with the layers of `model.quantization=fp8`.
         shares_weights: it can generate with the trainer's module.
-        merges_adapters: it merges LoRA adapters, whatever their layers are.
+        merges_adapters: it merges LoRA adapters, or gets merged weights, whatever their layers are.
         own_memory_share: it reserves `gpu_memory_utilization` of the device when it wakes up.
         own_process: rank 0 starts the processes of the other ranks of a tensor-parallel group.
         joins_training_groups: a tensor-parallel group may be the ranks of a sharded training engine, in their order.

@@ -115,9 +115,6 @@ class SglangFollower(RolloutEngine):
     supports_tensor_parallel = True
     records_routing = True  # rank 0 reports them
 
-    def __init__(self, receiver: FollowerReceiver | None = None) -> None:
-        self._receiver = receiver or FollowerReceiver()
-
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Not supported on this rank. Raises ValueError."""
         raise ValueError("rollout.name=sglang: rank 0 of a tensor-parallel group generates; call follow() on others")
@@ -126,7 +123,7 @@ class SglangFollower(RolloutEngine):
         """Does nothing: SGLang's own processes compute together."""
 
     def receiver(self) -> FollowerReceiver:
-        return self._receiver
+        return FollowerReceiver()
 
 
 # ---- filters ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.external import (
     FREE_SHARE,
-    LORA,
     cache_bytes_per_token,
     check_engine_kwargs,
     granted_memory,
@@ -91,13 +90,16 @@ _NOT_SUPPORTED = {
     "stream_output": "the adapter searches for stop strings in streamed responses",
     "custom_sigquit_handler": "an error of a process of SGLang is raised in the trainer",
     "weight_version": "it is the number of completed training steps",
-    "enable_weights_cpu_backup": "it is on with rollout.lora_sync=adapters, whose base weights are sent once",
+    "enable_weights_cpu_backup": "the trainer pushes the weights again before they are used",
     "moe_runner_backend": "weights of experts are loaded in the layout of SGLang's Triton kernels",
     "pp_size": "use rollout.tensor_model_parallel_size",
     "dp_size": "every group of rollout ranks has its own engine",
     "nnodes": "a tensor-parallel group is on one node",
     "speculative_algorithm": "its draft model would not be trained",
-    **dict.fromkeys(("lora_paths", "max_loras_per_batch", "max_loaded_loras"), LORA),
+    **dict.fromkeys(
+        ("enable_lora", "lora_paths", "max_lora_rank", "lora_target_modules"),
+        "adapters are merged into the weights of every push",
+    ),
 }
 #: arguments that take precedence over `disable_cuda_graph`, or compile
 _NOT_EAGER = ("cuda_graph_config", "cuda_graph_backend_decode", "cuda_graph_backend_prefill", "enable_torch_compile")

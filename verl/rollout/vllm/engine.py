@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from verl.rollout.adapters import AdaptedLayers
 from verl.rollout.checks import unexpanded_prompt
 from verl.rollout.engine_copy import CopyRollout, EngineCopy, EngineMemory
 from verl.rollout.request import Completion, Request
-from verl.rollout.vllm.adapters import VllmAdapterReceiver, lora_request
+from verl.rollout.vllm.adapters import AdaptedLayers, VllmAdapterReceiver, lora_request
 from verl.rollout.vllm.stepping import Channel, Job, Stepper
 from verl.rollout.vllm.weights import VllmReceiver
 from verl.utils.rng import fork_seed

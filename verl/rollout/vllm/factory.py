@@ -4,7 +4,6 @@ import uuid
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import torch
 import torch.distributed as dist
 
 from verl.config import schema
-from verl.rollout.adapters import applied_layers
 from verl.rollout.base import RolloutEnv, SharesWeights
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.external import check_not_deterministic
-from verl.rollout.vllm.adapters import lora_args, obstacles
+from verl.rollout.vllm.adapters import applied_layers, lora_args
 from verl.rollout.vllm.engine import VllmRollout
 from verl.rollout.vllm.settings import engine_args, join_process_group, known_arguments, launcher_variables
 from verl.utils.rng import rng_state, set_rng_state
@@ -40,7 +38,7 @@ def make_vllm(
     copy = EngineCopy.from_arguments(config, model, env, train_engine)
     layers = copy.recorded_layers()
     args = engine_args(copy, env, known)
-    adapted = applied_layers("vllm", config, env, partial(obstacles, copy))
+    adapted = applied_layers(copy, env)
     if adapted is not None:
         args |= lora_args(adapted)
     join_process_group(env)

@@ -94,12 +94,7 @@ def rollout_env(
         stride = _stride(size, training, worker.world_size, worker.rank_env.local_world_size)
     ranks = worker.rank, worker.world_size, worker.local_rank
     tp_rank = worker.rank // stride % size
-    adapted = None
-    if adapters is not None:
-        from verl.rollout.adapters import AdaptedLayers
-
-        adapted = AdaptedLayers.from_config(adapters)
-    return RolloutEnv(*ranks, device, pad_token_id, compute_dtype, tp_rank, size, stride, adapted)
+    return RolloutEnv(*ranks, device, pad_token_id, compute_dtype, tp_rank, size, stride, adapters)
 
 
 def _stride(size: int, training: schema.EngineConfig | schema.MegatronConfig, ranks: int, on_host: int) -> int:
