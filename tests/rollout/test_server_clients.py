@@ -8,6 +8,7 @@ import select
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,9 +20,9 @@ from examples.quickstart.tiny_model import tiny_model
 from verl.cli.serve import load
 from verl.rollout.request import Completion, Request
 from verl.server import http as server_module
-from verl.server.app import make_app
+from verl.server.app import LARGE_BODY, LARGE_THREADS, make_app
 from verl.server.http import ServerThread
-from verl.server.service import EngineLoop
+from verl.server.service import EngineLoop, ServedModel
 
 KEY = "secret"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
@@ -260,6 +261,53 @@ def test_a_server_that_stops_does_not_wait_for_bodies(served):
     assert time.monotonic() - start < 20
     for connection in connections:
         connection.close()
+
+
+# ---- large prompts wait for each other, not other calls for them ----------------------------------------------------
+
+
+def test_calls_that_are_cancelled_before_they_are_tokenized(served, monkeypatch, caplog):
+    caplog.set_level("INFO", "verl.server")
+    end, tokenized, plain = threading.Event(), [], ServedModel.encode_chat
+    url, impatient = f"{served[2].url}/v1/chat/completions", httpx.Timeout(60, read=0.5)
+
+    def encode(model: ServedModel, call) -> list[int]:
+        tokenized.append(len(call.messages[0]["content"]))
+        if tokenized[-1] > LARGE_BODY:
+            assert end.wait(60)
+        return plain(model, call)
+
+    def leave(_: int) -> None:
+        large = CHAT | {"messages": [{"role": "user", "content": "x" * (LARGE_BODY + 1)}]}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url, json=large, headers=HEADERS, timeout=impatient)
+
+    monkeypatch.setattr(ServedModel, "encode_chat", encode)
+    try:
+        with ThreadPoolExecutor(12) as clients:
+            list(clients.map(leave, range(12)))
+        # the threads for large prompts are all busy: a small one does not wait for them
+        assert httpx.post(url, json=CHAT, headers=HEADERS, timeout=60).is_success
+        deadline = time.monotonic() + 60
+        while caplog.text.count("disconnected before its call was started") < 12:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        end.set()
+    assert httpx.post(url, json=CHAT, headers=HEADERS, timeout=60).is_success
+    assert sum(length > LARGE_BODY for length in tokenized) == LARGE_THREADS  # of 12
+
+
+def test_a_large_prompt_is_answered_as_a_small_one(served):
+    url, body = f"{served[2].url}/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "é" * 16000}]}
+    assert LARGE_BODY < len(json.dumps(body)) < 100_000
+    found = httpx.post(url, json=body, headers=HEADERS, timeout=60)
+    assert found.status_code == 400 and found.json()["error"]["code"] == "context_length_exceeded"
+    refused = httpx.post(url, json=body | {"n": "x"}, headers=HEADERS, timeout=60)
+    assert refused.status_code == 400
+
+
+# ---- many streams and requests --------------------------------------------------------------------------------------
 
 
 async def _stream(http: httpx.AsyncClient, index: int, limit: int | None) -> int:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from verl.config import ConfigError, load_config, schema, settings_without_effect
+from verl.config import ConfigError, load_config, settings_without_effect
 from verl.registry import import_module
 from verl.rollout.base import ROLLOUT_ENGINES
 from verl.rollout.traits import EngineTraits, built_in_engines, engine_traits
@@ -17,11 +17,6 @@ from verl.rollout import EngineTraits, register_rollout_engine
 
 @register_rollout_engine("stone", traits=EngineTraits(cuda_graphs=False, tensor_parallel=False, own_memory_share=True))
 def make_stone(config, model, env, train_engine=None):
-    raise AssertionError
-
-
-@register_rollout_engine("glass", traits=EngineTraits(sampling_keys=frozenset({"temperature"})))
-def make_glass(config, model, env, train_engine=None):
     raise AssertionError
 
 
@@ -37,7 +32,7 @@ def custom(tmp_path):
     path.write_text(CUSTOM)
     import_module(str(path))
     yield
-    for name in ("stone", "glass", "sand"):
+    for name in ("stone", "sand"):
         del ROLLOUT_ENGINES[name]
 
 
@@ -83,17 +78,3 @@ def test_arguments_have_an_effect_with_the_engine_of_their_name():
         assert notes == ([] if name == "vllm" else [
             f"{ROLLOUT}engine_kwargs.vllm: {{'x': 1}} (dict) has no effect with {ROLLOUT}name={name}"
         ])  # fmt: skip
-
-
-def test_a_sampling_key_that_the_engine_does_not_declare_is_refused_before_it_is_made(custom, tmp_path):
-    from verl.trainer.checks.model_limits import ModelLimits
-
-    from examples.quickstart.tiny_model import tiny_model
-
-    model = schema.ModelConfig(path=str(tiny_model("llama", tmp_path / "model")))
-    limits = ModelLimits.from_config(model)
-    for name in ("glass", "sand", "native"):
-        limits.check_engine(schema.RolloutConfig(name=name, temperature=0.5))
-    limits.check_engine(schema.RolloutConfig(name="sand", top_k=3))
-    with pytest.raises(ValueError, match=r"rollout\.top_k=3: the rollout engine 'glass' does not support it"):
-        limits.check_engine(schema.RolloutConfig(name="glass", top_k=3))

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from tests.rollout.test_weight_sync import CPU, Trained, groups, make_module, together
 from verl.weight_sync import (
+    AdapterReceiver,
     CollectiveSync,
     ModuleReceiver,
     ReplicaSync,
@@ -90,8 +91,7 @@ def test_shards_are_read_for_a_full_copy_where_that_is_preferred():
 
 
 def test_adapters_are_sent_alone_to_an_engine_that_applies_them():
-    for applies in (False, True):
-        receiver = ModuleReceiver(make_module())
-        receiver.applies_adapters = applies
+    applying = type("Applies", (AdapterReceiver,), {"receive_adapters": None})()
+    for receiver, applies in ((ModuleReceiver(make_module()), False), (applying, True)):
         sync = local_sync("auto", engine_of(receiver), CPU, bucket_bytes=1, has_adapters=True)
         assert (type(sync), sync.adapters) == (ReplicaSync, applies)

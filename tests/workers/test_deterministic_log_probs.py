@@ -26,9 +26,9 @@ PRECISIONS = {
     "bf16 weights": {"model_dtype": "bf16", "dtype": "bf16"},
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CUTS = [MicroBatching(rows=1), MicroBatching(tokens=130), MicroBatching(rows=7)]
+CUTS = [MicroBatching(rows=1), MicroBatching(tokens=130)]
 TEMPERATURE = 0.7
-PARAMS = SamplingParams(24, (3, 4, 9), temperature=TEMPERATURE, seed=1)
+PARAMS = SamplingParams(16, (3, 4, 9), temperature=TEMPERATURE, seed=1)
 #: mixtures of experts have no batch-invariant kernels
 DENSE = [case for case in families.CASES if case not in ("qwen3-moe", "mixtral")]
 SETTINGS = {"clip_ratio": 0.2, "entropy_coeff": 0.01, "use_kl_loss": False}

@@ -1,10 +1,8 @@
-"""Sync of LoRA adapters (Hu et al. 2021, arXiv 2106.09685): the base weights are sent once, then only the adapters.
-
-An engine that cannot apply adapters merges them into a copy of the base weights that it keeps: W + scaling * B A is
-computed from that copy in every push, so rounding errors do not add up.
+"""Sync of LoRA adapters (Hu et al. 2021, arXiv 2106.09685) to an engine that applies them: the base weights are sent
+once, then only the adapters. Other engines get merged weights in every push.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -37,35 +35,6 @@ def push_parts(engine: WeightSource | AdapterSource, adapters: bool, has_base: b
     return [delta] if has_base else [Part(None, engine.base_weights()), delta]
 
 
-class MergedAdapters:
-    """Merges adapters into the parameters of an engine, from a copy of the base weights of the adapted layers.
-
-    Args:
-        parameters: HuggingFace name -> the engine's parameter, which is overwritten.
-        slice_of: (HuggingFace name, full tensor) -> the slice that the engine stores.
-    """
-
-    def __init__(self, parameters: Mapping[str, torch.Tensor], slice_of: Callable[[str, torch.Tensor], torch.Tensor]):
-        self._parameters = parameters
-        self._slice_of = slice_of
-        self._base: dict[str, torch.Tensor] = {}
-
-    def clear(self) -> None:
-        """Forget the base weights: others have been loaded."""
-        self._base.clear()
-
-    @torch.no_grad()
-    def merge(self, config: AdapterConfig, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Set every adapted weight to base + scaling * B A. Raises ValueError for tensors that are not pairs."""
-        for layer, a, b in matrix_pairs(tensors, version):
-            name = f"{layer}.weight"
-            weight = self._parameters[name]
-            base = self._base.setdefault(layer, weight.detach().clone())
-            dtype = torch.promote_types(base.dtype, a.dtype)
-            a, b = a.to(base.device, dtype), b.to(base.device, dtype)
-            weight.copy_(base.to(dtype) + self._slice_of(name, b @ a) * config["scaling"][layer])
-
-
 def matrix_pairs(
     tensors: Iterable[tuple[str, torch.Tensor]], version: int
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -93,14 +62,13 @@ def _layer_and_suffix(name: str, version: int) -> tuple[str, str]:
     return name.removeprefix(_PREFIX).removesuffix(end), end
 
 
-def sends_adapters(setting: str, has_adapters: bool, accepts_adapters: bool, cheaper: bool) -> bool:
+def sends_adapters(setting: str, has_adapters: bool, accepts_adapters: bool) -> bool:
     """Whether only the adapters are pushed.
 
     Args:
         setting: `rollout.lora_sync`: auto, merged or adapters.
         has_adapters: whether the policy is trained with LoRA.
         accepts_adapters: whether the receiver of the engine is an `AdapterReceiver`.
-        cheaper: whether `auto` prefers adapters: they cross processes, or the engine applies them without merging.
 
     Raises:
         ValueError: adapters are required, but the engine does not accept them.
@@ -110,4 +78,4 @@ def sends_adapters(setting: str, has_adapters: bool, accepts_adapters: bool, che
             "rollout.lora_sync=adapters: expected a rollout engine whose receiver accepts adapters (AdapterReceiver): "
             "use lora_sync=merged"
         )
-    return has_adapters and accepts_adapters and (setting == "adapters" or (setting == "auto" and cheaper))
+    return has_adapters and accepts_adapters and setting != "merged"

@@ -121,10 +121,8 @@ class SlicedWeights(ABC):
 
 
 class AdapterReceiver(ABC):
-    """A receiver that also takes LoRA adapters, so that a push need not contain the base weights again."""
+    """A receiver of an engine that applies LoRA adapters, so that a push need not contain the base weights again."""
 
-    #: whether the engine applies adapters without merging them, so that they are preferred in one process too
-    applies_adapters: bool = False
     #: whether the base weights are loaded
     has_base: bool = False
 

@@ -6,11 +6,10 @@ bucket i + 1 and the rollout ranks verify and load bucket i - 1. Each side has t
 A push has one or two parts (base weights, adapters). Per part:
 
 - Rank 0 broadcasts a header (`_Header`).
-- Before each bucket, all ranks exchange a record (`_exchange`): that of rank 0 announces the bucket, that of a rollout
-  rank says whether it can continue, which covers all buckets up to the one before the last. So no rank waits for one
-  that has failed. The layout of the bucket follows.
+- Before each bucket, every rank says whether it can continue (`_exchange`), which covers all buckets up to the one
+  before the last. So no rank waits for one that has failed. The layout of the bucket follows, or None at the end.
 - The checksums follow each bucket and are compared by the rollout ranks before they load it.
-- A record announces the end; a last exchange confirms that all ranks have loaded everything.
+- A last exchange confirms that all ranks have loaded everything.
 """
 
 import pickle
@@ -76,18 +75,14 @@ class TransferGroup:
         """Start to broadcast rank 0's tensor in place, on the group's device."""
         return self.data.broadcast(tensor, 0)
 
-    def broadcast_bytes(self, content: bytes, size: int) -> bytes:
-        """Broadcast rank 0's bytes, of a size that all ranks know, and return them."""
-        tensor = torch.frombuffer(bytearray(content or size), dtype=torch.uint8)
-        self.control.broadcast(tensor, 0).wait()
-        return tensor.numpy().tobytes()
-
     def broadcast_object(self, value: object) -> object:
         """Broadcast rank 0's object and return it."""
         content = pickle.dumps(value) if self.rank == 0 else b""
         size = torch.tensor([len(content)])
         self.control.broadcast(size, 0).wait()
-        return pickle.loads(self.broadcast_bytes(content, int(size)))
+        tensor = torch.frombuffer(bytearray(content or int(size)), dtype=torch.uint8)
+        self.control.broadcast(tensor, 0).wait()
+        return pickle.loads(tensor.numpy().tobytes())
 
     def gather(self, numbers: list[int]) -> list[list[int]]:
         """All-gather: the numbers of all ranks."""
@@ -98,8 +93,6 @@ class TransferGroup:
 
 
 _ERROR_BYTES = 2000  # max length of an error message sent to the other ranks
-_END = (-1, 0, 0)  # record of rank 0 after the last bucket: number, bytes, bytes of its layout
-_NOTHING = (0, 0, 0)
 
 
 class CollectiveSync(WeightSync):
@@ -187,13 +180,15 @@ class _Sending:
         try:
             while (ready := self._next(buckets)) is not None:
                 bucket, sums = ready
-                self._announce(bucket)
+                _exchange(group)
+                group.broadcast_object((bucket.entries, len(bucket.content)))
                 if len(bucket.content) > sync.bucket_bytes:
                     _exchange(group)  # every rollout rank has memory for it
                 self.works[bucket.number] = [group.start_broadcast(bucket.content), group.start_broadcast(sums)]
                 size += bucket.bytes
                 del bucket, ready
-            _exchange(group, _END)
+            _exchange(group)
+            group.broadcast_object(None)
             _exchange(group)  # all ranks have loaded everything
         except BaseException:
             with suppress(RuntimeError):  # of the group
@@ -214,14 +209,8 @@ class _Sending:
             return bucket, sums
         except BaseException as error:
             with suppress(RuntimeError):  # of the group
-                _exchange(self.group, reason=describe_error(error), raises=False)
+                _exchange(self.group, describe_error(error), raises=False)
             raise
-
-    def _announce(self, bucket: Bucket) -> None:
-        """Exchange records, and send the layout of the bucket."""
-        layout = pickle.dumps(bucket.entries)
-        _exchange(self.group, (bucket.number, len(bucket.content), len(layout)))
-        self.group.broadcast_bytes(layout, len(layout))
 
     def _wait(self, number: int) -> None:
         for work in self.works.pop(number, ()):
@@ -246,7 +235,7 @@ def receive_collective(receiver: WeightReceiver, group: TransferGroup, version: 
         header = group.broadcast_object(None)
         is_expected, is_last = header.version == version, header.is_last
         reason = "" if is_expected else f"expected weights of version {version}, found version {header.version}"
-        _exchange(group, reason=reason)
+        _exchange(group, reason)
         receiving = _Receiving(receiver, group, header)
         checksums.append(receiving.receive())
         size += receiving.bytes
@@ -276,7 +265,7 @@ class _Receiving:
         except BaseException as error:
             with suppress(RuntimeError):  # of the group
                 if not self.transferring:
-                    _exchange(self.group, reason=describe_error(error), raises=False)
+                    _exchange(self.group, describe_error(error), raises=False)
                 for works, _ in self.works.values():
                     for work in works:
                         work.wait()
@@ -300,14 +289,15 @@ class _Receiving:
         """Start to receive the next bucket; None at the end."""
         group = self.group
         content, reason = self._allocate(self.bucket_bytes)
-        announced, size, layout_size = _exchange(group, reason=reason)
-        if announced == _END[0]:
+        _exchange(group, reason)
+        layout = group.broadcast_object(None)
+        if layout is None:
             return None
-        entries = pickle.loads(group.broadcast_bytes(b"", layout_size))
+        entries, size = layout
         if size > self.bucket_bytes:
             del content
             content, reason = self._allocate(size)
-            _exchange(group, reason=reason)
+            _exchange(group, reason)
         content = content[:size]
         rows = -(-size // ROW_BYTES)
         sums = content.new_empty(rows + COLUMNS, dtype=torch.int64)
@@ -334,28 +324,24 @@ class _Receiving:
         name = bucket.parameter_at(row * ROW_BYTES) if row >= 0 else "(none: the checksums themselves differ)"
         _exchange(
             self.group,
-            reason=f"bucket {bucket.number} is corrupted on rollout rank {self.group.rank - 1}: its checksum is "
+            f"bucket {bucket.number} is corrupted on rollout rank {self.group.rank - 1}: its checksum is "
             f"{format_checksum(combine([sums]))}, expected {format_checksum(combine([sent]))}; the first differing "
             f"parameter is {name}",
         )
 
 
-def _exchange(
-    group: TransferGroup, record: tuple[int, int, int] = _NOTHING, reason: str = "", raises: bool = True
-) -> tuple[int, int, int]:
-    """Exchange records, return that of rank 0 (number, bytes and layout bytes of the next bucket), and check that every
-    rank can continue. reason: why this one cannot; empty if it can.
+def _exchange(group: TransferGroup, reason: str = "", raises: bool = True) -> None:
+    """Check that every rank can continue. reason: why this one cannot; empty if it can.
 
     Raises:
         ValueError: on every rank that `raises`, with the reason of the first rank that cannot continue.
     """
-    gathered = group.gather([int(bool(reason)), *record])
-    if any(failed for failed, *_ in gathered):
-        content = reason.encode()[:_ERROR_BYTES].ljust(_ERROR_BYTES, b"\0")
-        texts = [bytes(text).rstrip(b"\0").decode(errors="ignore") for text in group.gather(list(content))]
-        if raises:
-            rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
-            if rank == 0:
-                raise ValueError(f"weight sync: training rank 0 cannot send the weights: {text}")
-            raise ValueError(f"weight sync: rollout rank {rank - 1} cannot load the weights: {text}")
-    return tuple(gathered[0][1:])
+    if not any(failed for (failed,) in group.gather([int(bool(reason))])):
+        return
+    content = reason.encode()[:_ERROR_BYTES].ljust(_ERROR_BYTES, b"\0")
+    texts = [bytes(text).rstrip(b"\0").decode(errors="ignore") for text in group.gather(list(content))]
+    if raises:
+        rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+        if rank == 0:
+            raise ValueError(f"weight sync: training rank 0 cannot send the weights: {text}")
+        raise ValueError(f"weight sync: rollout rank {rank - 1} cannot load the weights: {text}")

@@ -69,7 +69,6 @@ def local_sync(
         ValueError: the method does not fit the engine.
     """
     receiver = engine.receiver()
-    accepts_adapters = isinstance(receiver, AdapterReceiver)
     has_slices = setting in ("auto", "reshard") and has_shards and isinstance(receiver, SlicedWeights)
     methods = _methods(receiver, has_slices, prefers_shards)
     if setting not in ("auto", *methods):
@@ -80,8 +79,7 @@ def local_sync(
     method = methods[0] if setting == "auto" else setting
     if method == "in_process":
         return InProcessSync(engine)
-    is_cheaper = accepts_adapters and receiver.applies_adapters
-    adapters = sends_adapters(lora_sync, has_adapters, accepts_adapters, is_cheaper)
+    adapters = sends_adapters(lora_sync, has_adapters, isinstance(receiver, AdapterReceiver))
     if method == "reshard" and not adapters:
         return weight_sync.ReshardSync(engine, device, bucket_bytes, check_every=check_every)
     if setting == "reshard":

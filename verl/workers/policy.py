@@ -98,7 +98,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
 
         rollout, group = self.config.rollout, None
         has_adapters = self.engine.adapter_config() is not None
-        adapters = sends_adapters(rollout.lora_sync, has_adapters, accepts_adapters, cheaper=True)
+        adapters = sends_adapters(rollout.lora_sync, has_adapters, accepts_adapters)
         if self.rank == 0:
             group = weight_sync.TransferGroup(address, 0, size, self.device, self.config.nccl_timeout or NO_TIMEOUT)
         self._sync = weight_sync.CollectiveSync(

@@ -242,7 +242,7 @@ class RolloutConfig(RolloutEngineConfig):
     lora_sync: Literal["auto", "merged", "adapters"] = field(
         "auto",
         "what a LoRA run pushes; adapters: the base weights once, then only the adapters; merged: all weights; "
-        "auto: adapters if the engine applies them without merging (vllm), or takes them in another process",
+        "auto: adapters if the engine applies them (vllm)",
     )
     check_every: int = field(
         10,

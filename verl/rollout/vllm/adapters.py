@@ -130,8 +130,6 @@ class VllmAdapterReceiver(AdapterReceiver, VllmReceiver):
     After `receive`, the engine has the base weights, but does not generate before it has adapters.
     """
 
-    applies_adapters = True
-
     def __init__(self, *args: Any, layers: AdaptedLayers, **keys: Any):
         """layers: the layers with adapters; the others are arguments of `VllmReceiver`."""
         super().__init__(*args, **keys)

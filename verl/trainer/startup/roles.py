@@ -55,8 +55,8 @@ def worker_specs(
         from verl.workers.rollout.worker import RolloutWorker
 
         rollout = {"model": policy.model, "rollout": policy.rollout, "train_dtype": policy.actor.engine.dtype}
-        merges = engine_traits(policy.rollout.name).merges_adapters
-        rollout["adapters"] = None if merges else adapter_config(policy.model)
+        applies = engine_traits(policy.rollout.name).applies_adapters
+        rollout["adapters"] = adapter_config(policy.model) if applies else None
         rollout["pause_limit"] = _PAUSE_SHARE * config.trainer.worker_timeout
         specs["rollout"] = WorkerSpec(RolloutWorker, rollout | generation | {"timeout": policy.nccl_timeout})
     if "ref" in roles:
