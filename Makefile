@@ -46,8 +46,8 @@ test-vllm: $(VENV_VLLM)/.ready-to-test
 test-sglang: $(VENV_SGLANG)/.ready-to-test
 	PYTHONPATH=tests/rollout/sglang_cpu VERL_CONTRACT_ENGINES=sglang $(VENV_SGLANG)/bin/python -m pytest --timeout 900 \
 		tests/rollout/test_engine_contract.py tests/rollout/test_sglang.py \
-		tests/rollout/test_sglang_service.py tests/rollout/test_sglang_images.py \
-		tests/rollout/test_sglang_runs.py tests/trainer/test_vision_run.py \
+		tests/rollout/test_sglang_service.py \
+		tests/rollout/test_sglang_runs.py \
 		-k "sglang" $(ARGS)
 
 # The training engine megatron, in a separate environment with megatron-core, on a CPU: about 15 minutes.

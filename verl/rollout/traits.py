@@ -37,8 +37,8 @@ class EngineTraits:
         own_memory_share: it reserves `gpu_memory_utilization` of the device when it wakes up.
         own_process: rank 0 starts the processes of the other ranks of a tensor-parallel group.
         joins_training_groups: a tensor-parallel group may be the ranks of a sharded training engine, in their order.
-        images: the model types with images whose log-probs have been compared with those of training; None: the engine
-            itself rejects a model that it does not support.
+        images: the model types with images whose log-probs have been compared with those of training; (): it generates
+            from text only; None: the engine itself rejects a model that it does not support.
         check_model: "module:function" that raises ValueError for a model, called with the names of its architectures,
             its config by key, the tensor-parallel size and `rollout.deterministic`.
     """

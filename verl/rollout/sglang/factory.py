@@ -10,7 +10,6 @@ from verl.rollout.base import RolloutEngine, RolloutEnv, SharesWeights
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.external import check_not_deterministic
 from verl.rollout.sglang.engine import SglangFollower, SglangRollout, arguments_of, decode_experts
-from verl.rollout.sglang.images import MediaReader, take_processed
 from verl.rollout.sglang.service import FailureHandler, Service, start_engine
 from verl.rollout.sglang.settings import engine_args, probe
 from verl.rollout.sglang.weights import SglangMemory, SglangReceiver
@@ -36,18 +35,15 @@ def make_sglang(
     copy = EngineCopy.from_arguments(config, model, env, train_engine)
     experts = _decoder(copy)
     args = engine_args(copy, env, capabilities)
-    media = MediaReader(copy.hf_config) if copy.reads_images else None
-    arguments, on_failure = partial(arguments_of, records=copy.records, media=media), FailureHandler()
+    arguments, on_failure = partial(arguments_of, records=copy.records), FailureHandler()
     engine = start_engine(args, on_failure)
-    if media is not None:
-        take_processed(engine, copy.hf_config)
     service = on_failure.service = Service(engine, capabilities, arguments, experts)
     memory = SglangMemory(service, saves=bool(args["enable_memory_saver"]))
     receiver = SglangReceiver(service, memory, copy, device=env.device, ranks=env.tp_size)
     if args["enable_memory_saver"]:
         receiver.prepare_release()
     copy.fill(receiver)
-    return SglangRollout(copy, service, memory, receiver, media)
+    return SglangRollout(copy, service, memory, receiver)
 
 
 def _decoder(copy: EngineCopy) -> Callable[[str], np.ndarray] | None:

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from verl.rollout.expert_names import ExpertNames
-from verl.rollout.sglang.images import forget_features
 from verl.weight_sync.verify import sum_of_bits
 
 #: name of the instruction in a bucket: JSON as (n,) uint8
@@ -67,7 +66,6 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
         if weights:
             names = ExpertNames({name for name, _ in model.named_parameters()})
             model.load_weights(item for name, tensor in weights for item in names.unfused(name, tensor))
-            forget_features()
         if content.is_cuda:
             torch.cuda.synchronize()  # the trainer uses the memory again
     except Exception as raised:

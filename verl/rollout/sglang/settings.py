@@ -23,7 +23,6 @@ from verl.rollout.external import (
 )
 from verl.rollout.request import SEARCH_INTERVAL
 from verl.rollout.routed_experts import check_records
-from verl.rollout.sglang.images import check_model
 from verl.rollout.sglang.traits import TRAITS
 from verl.utils.rng import fork_seed
 
@@ -173,8 +172,6 @@ def engine_args(copy: EngineCopy, env: RolloutEnv, capabilities: Capabilities) -
         "custom_weight_loader": ["verl.rollout.sglang.loader.load"],
         "log_level": "error",
     }
-    if copy.reads_images:
-        check_model(copy.hf_config)
     if copy.model.override_config:
         args["json_model_override_args"] = json.dumps(dict(copy.model.override_config))
     args |= _expert_args(copy, on_gpu, capabilities)

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from verl.rollout.engine_copy import EngineCopy, EngineMemory, EngineReceiver
-from verl.rollout.sglang.images import published_names
 from verl.rollout.sglang.loader import INSTRUCTION, check_outcomes, instruction, sums_of_bits
 from verl.rollout.sglang.service import Service
 from verl.weight_sync.base import check_parameters
@@ -81,7 +80,7 @@ class SglangReceiver(EngineReceiver):
             ValueError: unknown, repeated or missing parameters, another shape, or weights that SGLang did not load.
         """
         with tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder, self._updating(version):
-            named = published_names(check_parameters(weights, self.shapes, version))
+            named = check_parameters(weights, self.shapes, version)
             # `_send` returns when the scheduler has loaded the bucket
             for bucket in pack(named, device=self._device, dtype=self._dtype, bucket_bytes=BUCKET_BYTES):
                 self._send([*bucket.parameters()], Path(folder))
