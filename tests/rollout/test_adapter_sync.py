@@ -11,7 +11,6 @@ from verl.engines.gathering import gather_tensors
 from verl.engines.parallel import full_tensor
 from verl.weight_sync import AdapterReceiver, CollectiveSync, ReplicaSync, receive_collective
 from verl.weight_sync.adapters import matrix_pairs, sends_adapters
-from verl.workers.rollout.role import CastWeightSource
 
 pytest.importorskip("peft")
 
@@ -51,13 +50,13 @@ class Applies(AdapterReceiver):
 
 def test_the_base_weights_are_sent_once_and_then_only_the_adapters(path):
     engine, receiver, (sender, group) = make_engine(path, OPTIMIZER, **LORA), Applies(), groups(2)
-    sync, source = CollectiveSync(sender, adapters=True), CastWeightSource(engine, torch.float32)
+    sync = CollectiveSync(sender, torch.float32, adapters=True)
     of_base = sum(value.nbytes for _, value in engine.base_weights(None))
     of_adapters = sum(value.nbytes for _, value in engine.adapter_weights())
     assert of_adapters < of_base
     for version in range(3):
         reports = together(
-            lambda v=version: sync.push(source, v), lambda v=version: receive_collective(receiver, group, v)
+            lambda v=version: sync.push(engine, v), lambda v=version: receive_collective(receiver, group, v)
         )
         sent = of_adapters + (of_base if version == 0 else 0)
         assert [(r.version, r.bytes) for r in reports] == [(version, sent)] * 2
@@ -68,12 +67,12 @@ def test_the_base_weights_are_sent_once_and_then_only_the_adapters(path):
 
 def test_an_engine_that_has_lost_its_weights_gets_the_base_again(path):
     engine, receiver = make_engine(path, OPTIMIZER, **LORA), Applies()
-    sync, source = ReplicaSync(engine_of(receiver), adapters=True), CastWeightSource(engine, torch.float32)
-    first, second = sync.push(source, 0).bytes, sync.push(source, 1).bytes
+    sync = ReplicaSync(engine_of(receiver), adapters=True)
+    first, second = sync.push(engine, 0).bytes, sync.push(engine, 1).bytes
     receiver.release()
-    assert sync.push(source, 2).bytes == first > second
+    assert sync.push(engine, 2).bytes == first > second
     receiver.check(engine)
-    assert ReplicaSync(engine_of(receiver)).push(source, 3).bytes == first - second
+    assert ReplicaSync(engine_of(receiver)).push(engine, 3).bytes == first - second
 
 
 class TakesNoAdapters:
@@ -98,7 +97,7 @@ def test_what_is_pushed_follows_the_setting_and_the_engine(setting, has_adapters
 def test_an_engine_that_takes_no_adapters_is_named(path):
     engine = make_engine(path, OPTIMIZER, **LORA)
     with pytest.raises(ValueError, match=r"TakesNoAdapters does not support adapters: set rollout.lora_sync=merged"):
-        ReplicaSync(engine_of(TakesNoAdapters()), adapters=True).push(CastWeightSource(engine, None), 0)
+        ReplicaSync(engine_of(TakesNoAdapters()), adapters=True).push(engine, 0)
 
 
 def gathered_on_rank(path: str) -> dict:

@@ -16,7 +16,6 @@ from verl.protocol import DataProto
 from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.request import Request, SamplingParams, make_requests
 from verl.weight_sync import ReplicaSync
-from verl.workers.rollout.role import CastWeightSource
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.timeout(600)
@@ -31,7 +30,6 @@ class Pair:
 
     def __init__(self, path: str, **lora):
         self.trainer = make_engine(path, **LORA | lora)
-        self.source = CastWeightSource(self.trainer, torch.float32)
         self.path = path
         self.applied = self.make()
         self.merged = self.make(lora_sync="merged")
@@ -54,7 +52,7 @@ class Pair:
 
     def push(self, version: int) -> tuple[int, int]:
         """Bytes of the push to each engine."""
-        return self.sync.push(self.source, version).bytes, ReplicaSync(self.merged).push(self.source, version).bytes
+        return self.sync.push(self.trainer, version).bytes, ReplicaSync(self.merged).push(self.trainer, version).bytes
 
     def mismatch(self, completions) -> float:
         """The largest difference to the trainer's log-probs."""
@@ -114,7 +112,7 @@ def test_sleep_keeps_the_adapter_and_release_the_base_weights(pair):
     pair.applied.receiver().release()
     with pytest.raises(ValueError, match="has the base weights, but no adapters"):
         greedy(pair.applied)
-    assert pair.sync.push(pair.source, 2).bytes == sum(value.nbytes for _, value in pair.trainer.adapter_weights())
+    assert pair.sync.push(pair.trainer, 2).bytes == sum(value.nbytes for _, value in pair.trainer.adapter_weights())
     check()
 
 
@@ -130,7 +128,7 @@ def test_running_requests_continue_with_the_new_adapter(pair):
         task = asyncio.create_task(pair.applied.generate_one(Request(PROMPTS[0], params, 0, "a")))
         await pair.applied.generate_one(short)
         pair.randomize()
-        pair.sync.push(pair.source, 2)
+        pair.sync.push(pair.trainer, 2)
         await pair.applied.generate_one(short)
         pair.applied.abort()
         return await task

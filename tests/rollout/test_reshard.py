@@ -92,10 +92,6 @@ class Source:
             for box in boxes(name, tuple(p.shape), rank, ranks)
         ]
 
-    def weights(self):
-        """Rounded: a comparison of slices in another dtype must not use them."""
-        return self.rollout_weights(torch.bfloat16)
-
     def rollout_weights(self, dtype):
         return ((name, p.detach().to(dtype)) for name, p in self.module.named_parameters())
 

@@ -155,7 +155,7 @@ class Trainer:
     def buffers(self):
         return self.module.named_buffers()
 
-    def weights(self):
+    def rollout_weights(self, dtype):
         return ((name, p.detach()) for name, p in self.module.named_parameters())
 
 
@@ -194,7 +194,7 @@ def pushes_on_rank(path: Path) -> dict:
                 call()
             except ValueError as error:
                 found[name] = str(error)
-    wrong = {name: p.new_zeros(3) if name.endswith("q_proj.weight") else p for name, p in trainer.weights()}
+    wrong = {name: p.new_zeros(3) if name.endswith("q_proj.weight") else p for name, p in trainer.rollout_weights(None)}
     try:
         engine.receiver().receive(wrong.items(), 2)
     except ValueError as error:

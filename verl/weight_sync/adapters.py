@@ -21,18 +21,21 @@ class Part:
     tensors: Iterable[tuple[str, torch.Tensor]]
 
 
-def push_parts(engine: WeightSource | AdapterSource, adapters: bool, has_base: bool) -> list[Part]:
+def push_parts(
+    engine: WeightSource | AdapterSource, dtype: torch.dtype | None, adapters: bool, has_base: bool
+) -> list[Part]:
     """What a push sends.
 
     Args:
         engine: the training engine.
+        dtype: of the weights; None: not cast. Adapters are not cast.
         adapters: whether adapters are sent separately from the base weights. Requires an `AdapterSource`.
         has_base: whether the receivers have the base weights.
     """
     if not adapters:
-        return [Part(None, engine.weights())]
+        return [Part(None, engine.rollout_weights(dtype))]
     delta = Part(engine.adapter_config(), engine.adapter_weights())
-    return [delta] if has_base else [Part(None, engine.base_weights()), delta]
+    return [delta] if has_base else [Part(None, engine.base_weights(dtype)), delta]
 
 
 def matrix_pairs(

@@ -41,9 +41,9 @@ class SyncReport:
 class WeightSource(Protocol):
     """The part of a training engine that a sync reads (see verl.engines.base.TrainEngine)."""
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (HuggingFace name, full tensor) of every parameter, adapters merged. Collective: all ranks must
-        iterate."""
+    def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (HuggingFace name, full tensor) of every parameter, adapters merged, cast to `dtype`. None: not cast.
+        Collective: all ranks must iterate."""
 
 
 class AdapterSource(WeightSource, Protocol):
@@ -55,8 +55,8 @@ class AdapterSource(WeightSource, Protocol):
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (PEFT name, full tensor) of the adapters. Collective."""
 
-    def base_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (HuggingFace name, full tensor) of every parameter without the adapters. Collective."""
+    def base_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `rollout_weights`, without the adapters. Collective."""
 
 
 @runtime_checkable
@@ -71,13 +71,11 @@ class ShardSource(WeightSource, Protocol):
     replicas: tuple[int, ...]
 
     def shard_layout(self) -> Sequence[Shard] | None:
-        """Which chunk of each parameter this rank has; the same object in every call. None: use `weights`."""
+        """Which chunk of each parameter this rank has; the same object in every call. None: use
+        `rollout_weights`."""
 
     def shards(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that `shard_layout` describes, in that order. Collective."""
-
-    def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `weights`, cast from the dtype of training. None: not cast. Collective."""
 
 
 class WeightReceiver(Protocol):

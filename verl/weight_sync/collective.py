@@ -123,7 +123,7 @@ class CollectiveSync(WeightSync):
 
     def _push(self, engine: WeightSource, version: int, compares: bool) -> SyncReport:
         size, checksums = 0, []
-        parts = push_parts(engine, self.adapters, self._has_base)
+        parts = push_parts(engine, self.dtype, self.adapters, self._has_base)
         self._has_base = False  # until this push has succeeded
         for number, part in enumerate(parts):
             if self.group is None:

@@ -21,20 +21,28 @@ class ReplicaSync(WeightSync):
 
     Args:
         rollout: the rollout engine.
+        dtype: of the weights that are gathered; None: not cast.
         adapters: whether adapters are sent separately from the base weights.
         check_every: see `WeightSync`.
     """
 
-    def __init__(self, rollout: ReceivesWeights, adapters: bool = False, check_every: int = 1):
+    def __init__(
+        self,
+        rollout: ReceivesWeights,
+        dtype: torch.dtype | None = None,
+        adapters: bool = False,
+        check_every: int = 1,
+    ):
         super().__init__(check_every)
         self.rollout = rollout
+        self.dtype = dtype
         self.adapters = adapters
 
     def _push(self, engine: WeightSource, version: int, compares: bool) -> SyncReport:
         size, checksums = 0, []
         receiver = self.rollout.receiver()
         has_base = isinstance(receiver, AdapterReceiver) and receiver.has_base
-        for part in push_parts(engine, self.adapters, has_base):
+        for part in push_parts(engine, self.dtype, self.adapters, has_base):
             loading = Loading(receiver, version, compares)
             checksums.append(loading.load(part))
             size += loading.bytes
@@ -47,6 +55,7 @@ def local_sync(
     engine: ReceivesWeights,
     device: torch.device,
     *,
+    dtype: torch.dtype | None = None,
     lora_sync: str = "auto",
     has_adapters: bool = False,
     bucket_bytes: int,
@@ -60,6 +69,7 @@ def local_sync(
         setting: `rollout.weight_sync`; lora_sync and check_every are the settings of these names.
         engine: the rollout engine.
         device: of both.
+        dtype: of the weights that are gathered; None: not cast.
         has_adapters: whether the policy is trained with LoRA.
         bucket_bytes: max size of a bucket.
         has_shards: whether the shards of the training engine can be read.
@@ -84,7 +94,7 @@ def local_sync(
         return weight_sync.ReshardSync(engine, device, bucket_bytes, check_every=check_every)
     if setting == "reshard":
         raise ValueError("rollout.weight_sync=reshard sends merged weights: set rollout.lora_sync=merged")
-    return ReplicaSync(engine, adapters, check_every)
+    return ReplicaSync(engine, dtype, adapters, check_every)
 
 
 def _methods(receiver: object, has_slices: bool, prefers_shards: bool) -> list[str]:

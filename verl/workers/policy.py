@@ -23,7 +23,7 @@ from verl.utils.device import peak_memory, resolve_device, resolve_dtype
 from verl.weight_sync.base import SyncReport, WeightSync
 from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching, update_micro_batching
 from verl.workers.rollout.methods import NO_TIMEOUT, RolloutMethods, rollout_env
-from verl.workers.rollout.role import CastWeightSource, Rollout, bucket_bytes
+from verl.workers.rollout.role import Rollout, bucket_bytes
 
 
 class ActorWorker(RolloutMethods, EngineWorker):
@@ -110,7 +110,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
         """Push the weights to the rollout engine in this process, or to the connected rollout ranks."""
         if self._sync is None:
             return self.rollout.sync_weights(version)
-        return self._sync.push(CastWeightSource(self.engine, self.compute_dtype), version)
+        return self._sync.push(self.engine, version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def canary_log_probs(self, batch: DataProto) -> torch.Tensor:
