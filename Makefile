@@ -36,8 +36,7 @@ test-all: $(TEST)
 # megatron-core for runs that train with it.
 test-vllm: $(VENV_VLLM)/.ready-to-test
 	$(VENV_VLLM)/bin/python -m pytest tests/rollout/test_engine_contract.py tests/rollout/test_vllm.py \
-		tests/rollout/test_vllm_adapters.py tests/rollout/test_vllm_experts.py tests/rollout/test_vllm_runs.py \
-		tests/rollout/test_applied_adapters.py \
+		tests/rollout/test_vllm_experts.py tests/rollout/test_vllm_runs.py \
 		tests/trainer/test_multi_turn_run.py tests/trainer/test_megatron_vllm.py \
 		tests/cli/test_tensor_parallel.py tests/surface/test_published_snippets.py \
 		-k "vllm" $(ARGS)

@@ -89,9 +89,6 @@ REFUSED = [
     ("vllm", {"logprobs_mode": "raw_logprobs"}, "is not supported: log-probs are those of the distribution"),
     ("vllm", {"max_model_len": 5}, r"set rollout\.max_model_len instead"),
     ("vllm", {"moe_backend": "flashinfer_cutlass"}, "is not supported: weights of experts are loaded in"),
-    ("vllm", {"enable_lora": True}, r"set rollout\.lora_sync instead"),
-    ("vllm", {"max_lora_rank": 8}, "is not supported: the engine applies the adapters that are trained"),
-    ("sglang", {"enable_lora": True}, "is not supported: adapters are merged into the weights of every push"),
     ("sglang", {"context_length": 5}, r"set rollout\.max_model_len instead"),
     ("sglang", {"skip_tokenizer_init": False}, "is not supported: prompts and responses are token ids"),
     ("sglang", {"pp_size": 2}, r"is not supported: use rollout\.tensor_model_parallel_size"),
@@ -101,6 +98,7 @@ REFUSED = [
         for engine in ENGINES
         for row in (
             ({"quantization": "fp8"}, "is not supported: trained weights cannot be loaded"),
+            ({"enable_lora": True}, "is not supported: adapters are merged into the weights of every push"),
             ({"enable_eplb": True}, "is not supported: trained weights are loaded into one copy"),
             ({"enable_return_routed_experts": True}, r"set rollout\.enable_rollout_routing_replay instead"),
         )

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from verl.weight_sync.adapters import Part
 from verl.weight_sync.base import StoredWeights, is_check_due
 from verl.weight_sync.verify import Loading, combine, fold, sums_of
 
@@ -72,7 +71,7 @@ class Stores(StoredWeights):
 
 
 def load(receiver: StoredWeights, tensors, compares: bool = True) -> int:
-    return Loading(receiver, 1, compares).load(Part(None, tensors.items()))
+    return Loading(receiver, 1, compares).load(tensors.items())
 
 
 @pytest.mark.parametrize("name", ["a", "large", "b", "c", "view"])
@@ -114,7 +113,7 @@ def test_a_stored_cast_is_that_of_torch(tensors):
 def test_memory_of_a_tensor_is_used_again_while_it_is_read():
     memory = torch.zeros(4)
     loading = Loading(Stores(), 1, True)
-    loading.load(Part(None, ((str(value), memory.fill_(value)) for value in (1.0, 2.0))))
+    loading.load((str(value), memory.fill_(value)) for value in (1.0, 2.0))
     assert {name: tensor.tolist() for name, tensor in loading.receiver.tensors.items()} == {
         "1.0": [1.0] * 4,
         "2.0": [2.0] * 4,

@@ -39,7 +39,6 @@ from verl.utils.coroutines import gather_coroutines, run_coroutine
 
 if TYPE_CHECKING:
     from verl.weight_sync import WeightReceiver
-    from verl.weight_sync.base import AdapterConfig
 
 
 @dataclass
@@ -243,7 +242,6 @@ class RolloutEnv:
         tp_rank, tp_size: rank in the tensor-parallel group, and its size. The ranks of a group get the same prompts;
             the process group of all ranks has been initialized.
         tp_stride: distance of two ranks of a group: 1 (consecutive), except for `native` on the devices of training.
-        adapters: the configuration of the LoRA adapters that are trained, for engines that apply them.
     """
 
     rank: int
@@ -255,7 +253,6 @@ class RolloutEnv:
     tp_rank: int = 0
     tp_size: int = 1
     tp_stride: int = 1
-    adapters: "AdapterConfig | None" = None
 
     @property
     def tp_group(self) -> int:

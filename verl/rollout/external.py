@@ -60,6 +60,7 @@ NOT_SUPPORTED = {
     "enable_eplb": "trained weights are loaded into one copy of each expert",
     "skip_tokenizer_init": "prompts and responses are token ids",
     "load_format": "weights come from the trainer, or from model.path without training",
+    "enable_lora": "adapters are merged into the weights of every push",
 }
 #: arguments that both adapters set -> the key that sets them
 OWNED = {

@@ -33,7 +33,6 @@ class EngineTraits:
         batch_invariant: it supports `rollout.deterministic`.
         fp8: it generates with the layers of `model.quantization=fp8`.
         shares_weights: it can generate with the trainer's module.
-        applies_adapters: it applies LoRA adapters to the base weights (`rollout.lora_sync`).
         own_memory_share: it reserves `gpu_memory_utilization` of the device when it wakes up.
         own_process: rank 0 starts the processes of the other ranks of a tensor-parallel group.
         joins_training_groups: a tensor-parallel group may be the ranks of a sharded training engine, in their order.
@@ -53,7 +52,6 @@ class EngineTraits:
     batch_invariant: bool = False
     fp8: bool = False
     shares_weights: bool = False
-    applies_adapters: bool = False
     own_memory_share: bool = False
     own_process: bool = False
     joins_training_groups: bool = False

@@ -3,7 +3,7 @@
 GPU tensors are sent over NCCL, others over gloo. Three stages overlap: while bucket i is sent, rank 0 gathers and packs
 bucket i + 1 and the rollout ranks verify and load bucket i - 1. Each side has two buckets in memory.
 
-A push has one or two parts (base weights, adapters). Per part:
+A push:
 
 - Rank 0 broadcasts a header (`_Header`).
 - Before each bucket, every rank says whether it can continue (`_exchange`), which covers all buckets up to the one
@@ -23,9 +23,7 @@ import torch
 from torch import distributed as dist
 
 from verl.utils.rendezvous import tcp_store, use_interface_to
-from verl.weight_sync.adapters import Part, push_parts
 from verl.weight_sync.base import (
-    AdapterConfig,
     SyncReport,
     WeightReceiver,
     WeightSource,
@@ -39,7 +37,6 @@ from verl.weight_sync.verify import (
     Loading,
     combine,
     first_differing_row,
-    fold,
     format_checksum,
     sums_of,
 )
@@ -102,7 +99,6 @@ class CollectiveSync(WeightSync):
         group: the group with the rollout ranks; None on training ranks other than 0, which only gather weights.
         dtype: dtype of the sent weights; None: not cast.
         bucket_bytes: max size of a bucket of several parameters.
-        adapters: whether adapters are sent separately from the base weights, which are then sent once.
         check_every: see `WeightSync`.
     """
 
@@ -111,55 +107,42 @@ class CollectiveSync(WeightSync):
         group: TransferGroup | None,
         dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        adapters: bool = False,
         check_every: int = 1,
     ):
         super().__init__(check_every)
         self.group = group
         self.dtype = dtype
         self.bucket_bytes = bucket_bytes
-        self.adapters = adapters
-        self._has_base = False
 
     def _push(self, engine: WeightSource, version: int, compares: bool) -> SyncReport:
-        size, checksums = 0, []
-        parts = push_parts(engine, self.dtype, self.adapters, self._has_base)
-        self._has_base = False  # until this push has succeeded
-        for number, part in enumerate(parts):
-            if self.group is None:
-                for _ in part.tensors:
-                    pass
-                continue
-            header = _Header(version, part.config, self.bucket_bytes, number == len(parts) - 1, compares)
-            part_bytes, checksum = _Sending(self, part).send(header)
-            size += part_bytes
-            checksums.append(checksum)
-        self._has_base = self.adapters
-        return SyncReport(version, size, checksum=fold(checksums))
+        weights = engine.rollout_weights(self.dtype)
+        if self.group is None:
+            for _ in weights:
+                pass
+            return SyncReport(version)
+        size, checksum = _Sending(self, weights).send(_Header(version, self.bucket_bytes, compares))
+        return SyncReport(version, size, checksum=checksum)
 
 
 class _Header(NamedTuple):
-    """What rank 0 broadcasts before one part of a push.
+    """What rank 0 broadcasts before a push.
 
     Attributes:
-        config: the adapter configuration; None: weights.
         compares: whether rollout ranks compare what they store with what they have received.
     """
 
     version: int
-    config: AdapterConfig | None
     bucket_bytes: int
-    is_last: bool
     compares: bool
 
 
 class _Sending:
-    """One part of a push on rank 0."""
+    """A push on rank 0."""
 
-    def __init__(self, sync: CollectiveSync, part: Part):
+    def __init__(self, sync: CollectiveSync, weights: Iterator[tuple[str, torch.Tensor]]):
         self.sync = sync
         self.group: TransferGroup = sync.group
-        self.part = part
+        self.weights = weights
         self.works: dict[int, list[dist.Work]] = {}
         self.sums: list[torch.Tensor] = []
 
@@ -168,12 +151,10 @@ class _Sending:
         group, sync, size = self.group, self.sync, 0
         group.broadcast_object(header)
         _exchange(group)
-        # adapters are not cast: B A of rounded matrices would differ from the trainer's
-        dtype = sync.dtype if self.part.config is None else None
         buckets = pack(
-            self.part.tensors,
+            self.weights,
             device=group.device,
-            dtype=dtype,
+            dtype=sync.dtype,
             bucket_bytes=sync.bucket_bytes,
             wait=self._wait,
         )
@@ -230,38 +211,30 @@ def receive_collective(receiver: WeightReceiver, group: TransferGroup, version: 
             unchanged on that rank, SystemExit and KeyboardInterrupt included; the other ranks raise a ValueError that
             quotes it.
     """
-    start, size, checksums, is_last = time.perf_counter(), 0, [], False
-    while not is_last:
-        header = group.broadcast_object(None)
-        is_expected, is_last = header.version == version, header.is_last
-        reason = "" if is_expected else f"expected weights of version {version}, found version {header.version}"
-        _exchange(group, reason)
-        receiving = _Receiving(receiver, group, header)
-        checksums.append(receiving.receive())
-        size += receiving.bytes
-    return SyncReport(version, size, time.perf_counter() - start, fold(checksums))
+    start = time.perf_counter()
+    header = group.broadcast_object(None)
+    is_expected = header.version == version
+    _exchange(group, "" if is_expected else f"expected weights of version {version}, found version {header.version}")
+    receiving = _Receiving(receiver, group, header)
+    checksum = receiving.receive()
+    return SyncReport(version, receiving.loading.bytes, time.perf_counter() - start, checksum)
 
 
 class _Receiving:
-    """One part of a push on a rollout rank."""
+    """A push on a rollout rank."""
 
     def __init__(self, receiver: WeightReceiver, group: TransferGroup, header: _Header):
         self.loading = Loading(receiver, header.version, header.compares)
         self.group = group
-        self.config = header.config
         self.bucket_bytes = header.bucket_bytes
         self.works: dict[int, tuple[list[dist.Work], torch.Tensor]] = {}
         self.sums: list[torch.Tensor] = []
         self.transferring = False  # whether an error comes from the group, not from the receiver
 
-    @property
-    def bytes(self) -> int:
-        return self.loading.bytes
-
     def receive(self) -> int:
         """Receive and load all buckets. Returns their checksum."""
         try:
-            self.loading.load(Part(self.config, self._tensors()))
+            self.loading.load(self._tensors())
         except BaseException as error:
             with suppress(RuntimeError):  # of the group
                 if not self.transferring:

@@ -95,10 +95,6 @@ _NOT_SUPPORTED = {
     "dp_size": "every group of rollout ranks has its own engine",
     "nnodes": "a tensor-parallel group is on one node",
     "speculative_algorithm": "its draft model would not be trained",
-    **dict.fromkeys(
-        ("enable_lora", "lora_paths", "max_lora_rank", "lora_target_modules"),
-        "adapters are merged into the weights of every push",
-    ),
 }
 #: arguments that take precedence over `disable_cuda_graph`, or compile
 _NOT_EAGER = ("cuda_graph_config", "cuda_graph_backend_decode", "cuda_graph_backend_prefill", "enable_torch_compile")

@@ -66,7 +66,6 @@ _OWNED = {
     "enforce_eager": "rollout.enforce_eager",
     "enable_sleep_mode": "rollout.free_cache_engine",
     "seed": "rollout.seed",
-    "enable_lora": "rollout.lora_sync",
 }
 _NOT_SUPPORTED = {
     "logprobs_mode": "log-probs are those of the distribution that was sampled from",
@@ -74,10 +73,6 @@ _NOT_SUPPORTED = {
     "generation_config": "sampling parameters are those of the rollout section",
     "moe_backend": "weights of experts are loaded in the layout of vLLM's Triton kernels",
     "speculative_config": "its draft model would not be trained",
-    **dict.fromkeys(
-        ("max_lora_rank", "lora_target_modules", "max_loras", "max_cpu_loras"),
-        "the engine applies the adapters that are trained, and no others",
-    ),
 }
 _PAGE = 128  # tokens; vLLM's block size on a CPU
 

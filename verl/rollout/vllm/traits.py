@@ -26,6 +26,5 @@ TRAITS = EngineTraits(
     sleeps=True,
     own_scheduler=True,
     own_memory_share=True,
-    applies_adapters=True,
     images=("qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
 )

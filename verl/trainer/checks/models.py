@@ -43,12 +43,6 @@ def check_models(run: Run) -> None:
         return
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward.reward_model
     check_model(policy.model, "causal_lm")
-    sends_adapters = policy.rollout.lora_sync == "adapters" and policy.model.has_adapters
-    if sends_adapters and loading.adapter_config(policy.model) is None:
-        raise ValueError(
-            "rollout.lora_sync=adapters: adapters of experts, and of layers with transposed weights, are pushed "
-            "merged: use merged"
-        )
     check_moe(config)
     deterministic, replays = policy.rollout.deterministic, _replays_routing(policy)
     placed = pools_of(config, roles_of(config)).values()

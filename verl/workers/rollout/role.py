@@ -78,8 +78,6 @@ class Rollout:
                 self.engine,
                 self.env.device,
                 dtype=self.env.compute_dtype,
-                lora_sync=self.config.lora_sync,
-                has_adapters=self.train_engine.adapter_config() is not None,
                 bucket_bytes=bucket_bytes(self.config),
                 has_shards=self.train_engine.shard_layout() is not None,
                 prefers_shards=self.train_engine.gathers_one_by_one,
