@@ -36,8 +36,7 @@ test-all: $(TEST)
 # megatron-core for runs that train with it.
 test-vllm: $(VENV_VLLM)/.ready-to-test
 	$(VENV_VLLM)/bin/python -m pytest tests/rollout/test_engine_contract.py tests/rollout/test_vllm.py \
-		tests/rollout/test_vllm_adapters.py tests/rollout/test_vllm_experts.py tests/rollout/test_vllm_runs.py \
-		tests/rollout/test_applied_adapters.py \
+		tests/rollout/test_vllm_experts.py tests/rollout/test_vllm_runs.py \
 		tests/trainer/test_multi_turn_run.py tests/trainer/test_megatron_vllm.py \
 		tests/cli/test_tensor_parallel.py tests/surface/test_published_snippets.py \
 		-k "vllm" $(ARGS)
@@ -45,10 +44,9 @@ test-vllm: $(VENV_VLLM)/.ready-to-test
 # The rollout engine SGLang, in a separate environment, on a CPU without SGLang's kernels.
 test-sglang: $(VENV_SGLANG)/.ready-to-test
 	PYTHONPATH=tests/rollout/sglang_cpu VERL_CONTRACT_ENGINES=sglang $(VENV_SGLANG)/bin/python -m pytest --timeout 900 \
-		tests/rollout/test_engine_contract.py tests/rollout/test_sglang.py tests/rollout/test_sglang_adapters.py \
-		tests/rollout/test_applied_adapters.py \
-		tests/rollout/test_sglang_ranks.py tests/rollout/test_sglang_service.py tests/rollout/test_sglang_images.py \
-		tests/rollout/test_sglang_runs.py tests/trainer/test_vision_run.py \
+		tests/rollout/test_engine_contract.py tests/rollout/test_sglang.py \
+		tests/rollout/test_sglang_service.py \
+		tests/rollout/test_sglang_runs.py \
 		-k "sglang" $(ARGS)
 
 # The training engine megatron, in a separate environment with megatron-core, on a CPU: about 15 minutes.

@@ -6,7 +6,6 @@
 Weights are random: float32 in training, bfloat16 in the rollout. Cases:
 
 - `split`: training on device 0, rollout on device 1 (`collective`).
-- `lora`: the same, only the adapters of every linear layer (rank 32).
 - `replica`: FSDP2 on both devices, and an unsharded copy on each (`replica`).
 - `full`: the same by `reshard`.
 - `gather`: FSDP2 on both devices, and a tensor-parallel half of the model on each; all weights are gathered
@@ -14,7 +13,7 @@ Weights are random: float32 in training, bfloat16 in the rollout. Cases:
 - `slices`: the same by `reshard`: each device receives the chunks that it lacks.
 
 `bytes`: sent to a rollout rank; `kept_bytes`: needed by it, and there already. `limit_seconds`: bytes of the push at
-the rate measured in this run: a broadcast of one block (`split`, `lora`), an all-gather of one block (`replica`,
+the rate measured in this run: a broadcast of one block (`split`), an all-gather of one block (`replica`,
 `gather`), or an all-to-all of one block (`full`, `slices`). `ratio`: seconds / limit_seconds. `above_gib`: peak memory
 of a push above the weights of both sides on that device. Seconds include the checksums in transit. Stored weights are
 compared after the first push, which is not measured, and every `--check-every` pushes.
@@ -59,8 +58,7 @@ SHAPES = {
     "1.5B": (1536, 8960, 28, 12, 2, 151936),
     "7B": (3584, 18944, 28, 28, 4, 152064),
 }
-CASES = ("split", "lora", "replica", "full", "gather", "slices")
-RANK = 32  # of the adapters
+CASES = ("split", "replica", "full", "gather", "slices")
 NARROW = torch.bfloat16
 
 
@@ -97,16 +95,7 @@ class Source:
 
     def __init__(self, module: torch.nn.Module):
         self.module = module
-        self.layers = {
-            name: layer
-            for name, layer in module.named_modules()
-            if isinstance(layer, torch.nn.Linear) and "lm_head" not in name
-        }
-        self.halves: dict[str, torch.Tensor] = {}
         self.layout: list[Shard] | None = None
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.rollout_weights(NARROW)
 
     def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
         return gather_tensors(self.module.named_parameters(), dtype)
@@ -118,22 +107,6 @@ class Source:
 
     def shards(self) -> Iterator[torch.Tensor]:
         return (local_shard(tensor) for tensor in self.module.parameters())
-
-    def base_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.weights()
-
-    def adapter_config(self) -> dict:
-        return {"r": RANK, "lora_alpha": RANK, "scaling": dict.fromkeys(self.layers, 1.0)}
-
-    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, layer in self.layers.items():
-            rows, columns = layer.weight.shape
-            like = {"device": layer.weight.device, "dtype": torch.float32}
-            for half, size in (("A", (RANK, columns)), ("B", (rows, RANK))):
-                key = f"base_model.model.{name}.lora_{half}.weight"
-                if key not in self.halves:
-                    self.halves[key] = torch.randn(size, **like) * 1e-3
-                yield key, self.halves[key]
 
 
 class Bench:
@@ -212,19 +185,16 @@ class Bench:
 
     # ---- cases --------------------------------------------------------------------------------------------------
 
-    def split(self, adapters: bool = False) -> dict:
+    def split(self) -> dict:
         ports = [free_port()]
         dist.broadcast_object_list(ports, 0, self.host)
         group = TransferGroup(("127.0.0.1", ports[0]), self.rank, 2, self.device, 600.0)
         if self.rank == 0:
             source = Source(model(self.args.shape, self.device, torch.float32))
-            sync = CollectiveSync(group, NARROW, self.args.bucket_mib * 2**20, adapters, self.args.check_every)
+            sync = CollectiveSync(group, NARROW, self.args.bucket_mib * 2**20, check_every=self.args.check_every)
             return self.measure(lambda version: sync.push(source, version))
         receiver = ModuleReceiver(model(self.args.shape, self.device, NARROW), filled=True)
         return self.measure(lambda version: receive_collective(receiver, group, version))
-
-    def lora(self) -> dict:
-        return self.split(adapters=True)
 
     def _sharded(self) -> Source:
         module = model(self.args.shape, torch.device("meta"), torch.float32)
@@ -241,7 +211,7 @@ class Bench:
         if reshard:
             sync = ReshardSync(engine, self.device, self.args.bucket_mib * 2**20, check_every=self.args.check_every)
             return self.measure(lambda version: sync.push(source, version))
-        sync = ReplicaSync(engine, check_every=self.args.check_every)
+        sync = ReplicaSync(engine, NARROW, check_every=self.args.check_every)
         return self.measure(lambda version: sync.push(source, version))
 
     def _slices(self) -> SliceReceiver:

@@ -34,14 +34,11 @@ from tests.engines.ranks import (
     share_of,
     train,
 )
-from verl.config import load_config
 from verl.config.schema import ModelConfig, OptimConfig
 from verl.engines.base import MicroBatching
 from verl.engines.loading import check_model, load_module, resolve_model
 from verl.engines.torch_engine import TorchEngine
 from verl.model_merger.merge import MergeOptions, merge
-from verl.trainer.checks.models import check_models
-from verl.trainer.checks.preflight import Run
 
 pytest.importorskip("peft")
 
@@ -377,12 +374,3 @@ def test_experts_with_adapters_are_not_distributed(tmp_path):
     path = save_model(MIXTURES["qwen3_moe"], tmp_path)
     with pytest.raises(AssertionError, match="expert_parallel_size=2: experts with LoRA adapters are not distributed"):
         run_on_ranks(2, engine_on_rank, path, UNEVEN, expert_parallel_size=2, **MIXTURE)
-
-
-def test_adapters_of_experts_are_pushed_merged(tmp_path):
-    path = save_model(MIXTURES["qwen3_moe"], tmp_path)
-    assert make_engine(path, OPTIMIZER, **MIXTURE).adapter_config() is None
-    model = {"path": path, **MIXTURE}
-    config = load_config({"actor_rollout_ref": {"model": model, "rollout": {"lora_sync": "adapters"}}})
-    with pytest.raises(ValueError, match=r"lora_sync=adapters: adapters of experts, .* are pushed merged: use merged"):
-        check_models(Run(config))

@@ -36,8 +36,7 @@ steps() { # name, further settings
         trainer.val_before_train=false trainer.save_at_end=false trainer.resume_mode=disable "$@"
 }
 steps steps
-steps adapters actor_rollout_ref.model.lora_rank=16 actor_rollout_ref.actor.optim.lr=1e-3 \
-    actor_rollout_ref.rollout.lora_sync=adapters
+steps adapters actor_rollout_ref.model.lora_rank=16 actor_rollout_ref.actor.optim.lr=1e-3
 VERL_CONTRACT_KWARGS=$plain part 300 pushes python3 -m pytest $options tests/rollout/test_sglang.py -k "scheduler_did_not_load or two_steps"
 VERL_CONTRACT_KWARGS=$seeded part 200 contract-llama python3 -m pytest $options tests/rollout/test_engine_contract.py -k sglang-llama
 

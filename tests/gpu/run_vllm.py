@@ -97,8 +97,7 @@ def variants() -> list[Variant]:
         Variant("MoE vllm, 1 GPU, R3", 1, (vllm, *replays), model="moe"),
         Variant("MoE vllm, FSDP2 on 2 -> TP 2, R3", 2, (vllm, two, f"{ROLLOUT}.{TWO}", *replays), model="moe"),
         Variant("MoE native, 1 GPU", 1, (f"{ROLLOUT}.name=native", records), model="moe"),
-        Variant("LoRA vllm, 1 GPU, adapters", 1, (vllm, *lora, f"{ROLLOUT}.lora_sync=adapters")),
-        Variant("LoRA vllm, 1 GPU, merged", 1, (vllm, *lora, f"{ROLLOUT}.lora_sync=merged")),
+        Variant("LoRA vllm, 1 GPU", 1, (vllm, *lora)),
     ]
 
 

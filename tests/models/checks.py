@@ -208,10 +208,10 @@ def check_lora(saved: Saved) -> str:
     """(d) Adapters with default settings train, nothing else changes, and the merged model is the adapted one."""
     engine = train_engine(saved.path, UPDATE, **ADAPTERS)
     batch = batch_of(*sequences())
-    before = {name: tensor.clone() for name, tensor in engine.base_weights(None)}
+    before = {name: tensor.clone() for name, tensor in engine.adapters.base()}
     initial = log_probs_of(engine, batch)
     sft_updates(engine, batch, 2)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.base_weights(None)), "a base weight changed"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.adapters.base()), "a base weight changed"
     trained = log_probs_of(engine, batch)
     assert (trained - initial).abs().max() > 1e-6, "the update changed nothing"
     with engine.reference():

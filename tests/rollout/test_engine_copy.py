@@ -48,20 +48,32 @@ def test_the_longest_sequence():
         assert EngineCopy(config, None, None, None, is_trained=True).max_length == expected
 
 
-def test_models_with_images_that_are_not_supported_are_refused(tmp_path):
-    env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
-    reason = "the tokens of an image attend to each other in both directions, .* rollout.name=native or hf"
-    model = schema.ModelConfig(path=save_vl_model("gemma3", tmp_path))
-    for engine in ENGINES:
-        config, message = schema.RolloutConfig(name=engine), rf"rollout.name={engine}: .* found gemma3: {reason}"
-        with pytest.raises(ValueError, match=message):
-            EngineCopy.from_arguments(config, model, env, None)
-        with pytest.raises(ValueError, match=message):  # before anything is started, and with --dry-run
-            ModelLimits.from_config(model).check_engine(config)
-        check_images(engine_traits(engine), make_config("qwen2_vl"))
-        check_images(engine_traits(engine), LlamaConfig())
-        with pytest.raises(ValueError, match=r"found llava: .* have not been compared .* Use rollout.name=hf"):
-            check_images(engine_traits(engine), LlavaConfig())
+@pytest.mark.parametrize(
+    ("engine", "kind", "message"),
+    [
+        (
+            "vllm",
+            "gemma3",
+            "found gemma3: the tokens of an image attend to each other in both directions, .*native or hf",
+        ),
+        ("vllm", "llava", "found llava: .* have not been compared .* Use rollout.name=hf"),
+        ("sglang", "qwen2_vl", "expected a model without images, found qwen2_vl: use rollout.name=native, vllm or hf"),
+    ],
+)
+def test_models_with_images_that_are_not_supported_are_refused(engine, kind, message):
+    with pytest.raises(ValueError, match=rf"rollout.name={engine}: .*{message}"):
+        check_images(engine_traits(engine), LlavaConfig() if kind == "llava" else make_config(kind))
+    check_images(engine_traits(engine), LlamaConfig())
+    check_images(engine_traits("vllm"), make_config("qwen2_vl"))
+
+
+def test_they_are_refused_before_anything_is_started(tmp_path):
+    env, message = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32), "rollout.name=vllm: .* found gemma3: "
+    model, config = schema.ModelConfig(path=save_vl_model("gemma3", tmp_path)), schema.RolloutConfig(name="vllm")
+    with pytest.raises(ValueError, match=message):
+        EngineCopy.from_arguments(config, model, env, None)
+    with pytest.raises(ValueError, match=message):  # with --dry-run, too
+        ModelLimits.from_config(model).check_engine(config)
 
 
 @pytest.mark.parametrize(("name", "hint"), [("blok_size", "did you mean block_size?"), ("zzz", "remove it")])
@@ -86,8 +98,7 @@ REFUSED = [
         for engine in ENGINES
         for row in (
             ({"quantization": "fp8"}, "is not supported: trained weights cannot be loaded"),
-            ({"enable_lora": True}, r"set rollout\.lora_sync instead"),
-            ({"max_lora_rank": 8}, "is not supported: the engine applies the adapters that are trained"),
+            ({"enable_lora": True}, "is not supported: adapters are merged into the weights of every push"),
             ({"enable_eplb": True}, "is not supported: trained weights are loaded into one copy"),
             ({"enable_return_routed_experts": True}, r"set rollout\.enable_rollout_routing_replay instead"),
         )

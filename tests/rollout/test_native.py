@@ -39,14 +39,14 @@ def one_by_one(module, prompts, params, sample_ids, limits):
     return found
 
 
-@pytest.mark.parametrize("case", range(6))
+@pytest.mark.parametrize("case", range(4))
 def test_rows_are_what_they_are_alone_whatever_the_cache_holds(module, case):
     rng = random.Random(case)
     distinct = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))] for _ in range(5)]
     prompts = [rng.choice(distinct) for _ in range(14)]
     limits = [rng.randrange(1, 40) for _ in prompts]
     sample_ids = rng.sample(range(1000), len(prompts))
-    params = SamplingParams(40, (3, 7), seed=case, temperature=1.3, ignore_eos=case == 5)
+    params = SamplingParams(40, (3, 7), seed=case, temperature=1.3, ignore_eos=case == 3)
     expected = one_by_one(module, prompts, params, sample_ids, limits)
     per_token = read_decoder(module).cache_bytes_per_token()
     for slots in (1, 3, 14):
@@ -64,17 +64,6 @@ def test_rows_are_what_they_are_alone_whatever_the_cache_holds(module, case):
         # those of the last call
         assert engine.stats.seconds not in (0, seconds)
         assert engine.stats.steps == steps > 0 and engine.stats.tokens == sum(len(a.token_ids) for a in answers)
-
-
-def test_samples_of_one_prompt_differ_and_their_first_tokens_have_the_models_distribution(module):
-    count = 4000
-    answers = NativeRollout(module).generate(make_requests([[1, 2]] * count, SamplingParams(1, ())))
-    with torch.no_grad():
-        p = module(torch.tensor([[1, 2]])).logits[0, -1].double().softmax(-1)
-    found = torch.bincount(torch.tensor([a.token_ids[0] for a in answers]), minlength=VOCAB)
-    expected = p * count
-    chi_square = ((found - expected) ** 2 / expected)[expected > 5].sum()
-    assert chi_square < 60, "the 99.95 % point of 28 degrees of freedom"
 
 
 def test_training_continues_with_the_parameters_that_generate(module):

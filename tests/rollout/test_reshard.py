@@ -13,7 +13,7 @@ from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
 from verl.utils.shards import Box, Chunk, Shard, boxes_of, matrix_shape, whole
 from verl.weight_sync import ReshardSync, SlicedWeights, SyncReport
-from verl.weight_sync.reshard import chunk_table
+from verl.weight_sync.reshard import sync as sync_module
 from verl.weight_sync.reshard.plan import RankLayout, Stored, make_plan
 
 CPU = torch.device("cpu")
@@ -91,10 +91,6 @@ class Source:
             for name, p in module.named_parameters()
             for box in boxes(name, tuple(p.shape), rank, ranks)
         ]
-
-    def weights(self):
-        """Rounded: a comparison of slices in another dtype must not use them."""
-        return self.rollout_weights(torch.bfloat16)
 
     def rollout_weights(self, dtype):
         return ((name, p.detach().to(dtype)) for name, p in self.module.named_parameters())
@@ -220,7 +216,7 @@ def test_every_rank_gets_its_slices_and_only_what_it_lacks(ranks, tp, boxes, cas
 
 def copying(change):
     """A fault in the copies of what was received: change(targets, sources) -> targets, sources."""
-    honest, lock = chunk_table.copy_chunks, threading.Lock()
+    honest, lock = sync_module.copy_chunks, threading.Lock()
     done = []
 
     def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -275,7 +271,7 @@ def exchanged(targets, sources):
 @pytest.mark.parametrize("fault", [missing, wrong, doubled, swapped, exchanged])
 def test_a_fault_of_the_first_push_is_named_on_every_rank(fault, monkeypatch):
     """By the comparison of what is stored."""
-    monkeypatch.setattr(chunk_table, "copy_chunks", copying(fault))
+    monkeypatch.setattr(sync_module, "copy_chunks", copying(fault))
     boxes = staged if fault is swapped else row_sharded
     errors, receivers, _ = push(2, 2, boxes)
     for error in errors:
@@ -315,7 +311,7 @@ def test_chunks_of_columns_next_to_each_other(monkeypatch):
     push_columns(receivers)
     for receiver, columns in zip(receivers, ([0, 1, 4, 5], [2, 3, 6, 7])):
         assert receiver.stored.tolist() == [[8.0 * row + column for column in columns] for row in range(3)]
-    monkeypatch.setattr(chunk_table, "copy_chunks", copying(swapped))
+    monkeypatch.setattr(sync_module, "copy_chunks", copying(swapped))
     errors = push_columns([Columns(rank) for rank in range(2)])
     assert all("1 slices differ from the training shards: a on rank" in str(error) for error in errors)
     # chunks that have neither rows nor columns in common
@@ -336,7 +332,7 @@ def test_a_stale_slice_is_named_by_the_next_comparison(monkeypatch):
     trained = make_module()
     receivers = [receiver_of("qwen2", rank, 2, torch.bfloat16) for rank in range(2)]
     name = "model.layers.1.self_attn.q_proj.weight"
-    barrier, honest, old = threading.Barrier(2), chunk_table.copy_chunks, []
+    barrier, honest, old = threading.Barrier(2), sync_module.copy_chunks, []
 
     def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         kept = receivers[1].stored(name).data_ptr()
@@ -350,7 +346,7 @@ def test_a_stale_slice_is_named_by_the_next_comparison(monkeypatch):
         if rank == 0:
             old.append(receivers[1].stored(name).clone())
             torch._foreach_mul_([*trained.parameters()], 1.5)
-            monkeypatch.setattr(chunk_table, "copy_chunks", copy)
+            monkeypatch.setattr(sync_module, "copy_chunks", copy)
         barrier.wait()
         assert sync.push(source, 5).version == sync.rollout.weight_version == 5  # not compared
         return sync.push(source, 6)

@@ -11,7 +11,6 @@ from tests.rollout.test_native_families import PROMPTS, model
 from verl.agents import Prompt, Trajectory
 from verl.config import schema
 from verl.rollout.base import ROLLOUT_ENGINES, RolloutEngine, RolloutEnv, make_rollout_engine
-from verl.rollout.hf import HFRollout
 from verl.rollout.native.decoder import Projection
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.experts import Experts
@@ -27,16 +26,13 @@ CASES = pytest.mark.parametrize("case", ["qwen3-moe", "mixtral"])
 
 
 @CASES
-def test_engines_report_the_choices_of_the_model(case):
+def test_the_engine_reports_the_choices_of_the_model(case):
     module = model(case)
     requests = make_requests(PROMPTS, SAMPLED, limits=LIMITS)
     longest = max(len(prompt) + limit - 1 for prompt, limit in zip(PROMPTS, LIMITS))
     room = 2 * longest * read_decoder(module).cache_bytes_per_token()  # two rows at a time
-    for engine in (
-        HFRollout(module, 0, records=True),
-        NativeRollout(module, records=True),
-        NativeRollout(module, records=True, cache_bytes=room),
-    ):
+    for cache_bytes in (None, room):
+        engine = NativeRollout(module, records=True, cache_bytes=cache_bytes)
         check_experts(module, requests, engine.generate(requests))
     assert all(c.routed_experts is None for c in NativeRollout(module).generate(requests))
 
@@ -99,9 +95,8 @@ def test_widths_that_grouped_matmuls_do_not_support(width, static):
 
 def test_a_dense_model_has_nothing_to_record():
     module = model("qwen3")
-    for make in (lambda: NativeRollout(module, records=True), lambda: HFRollout(module, 0, records=True)):
-        with pytest.raises(ValueError, match="enable_rollout_routing_replay=true: Qwen3ForCausalLM is not a mixture"):
-            make()
+    with pytest.raises(ValueError, match="enable_rollout_routing_replay=true: Qwen3ForCausalLM is not a mixture"):
+        NativeRollout(module, records=True)
 
 
 def test_an_engine_that_does_not_report_them_is_refused():

@@ -4,9 +4,11 @@ import asyncio
 import json
 import logging
 import os
+import select
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,12 +20,13 @@ from examples.quickstart.tiny_model import tiny_model
 from verl.cli.serve import load
 from verl.rollout.request import Completion, Request
 from verl.server import http as server_module
-from verl.server.app import make_app
+from verl.server.app import LARGE_BODY, LARGE_THREADS, make_app
 from verl.server.http import ServerThread
-from verl.server.service import EngineLoop
+from verl.server.service import EngineLoop, ServedModel
 
 KEY = "secret"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
+BEARER = f"authorization: Bearer {KEY}"
 ORIGIN = "https://page.example"
 CHAT = {"model": "a/tiny", "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 8}
 PROMPT = {"model": "a/tiny", "prompt": "abc def", "max_tokens": 8, "temperature": 0}
@@ -35,7 +38,8 @@ def served(tmp_path_factory):
     folder = tiny_model("qwen2", tmp_path_factory.mktemp("served") / "model")
     with load({"name": "native"}, {"path": str(folder), "template": None}, "cpu", (1024, 32), "a/tiny") as loaded:
         generator = EngineLoop(loaded[0])
-        with ServerThread(make_app(loaded[1], KEY, generator=generator, cors_origins=[ORIGIN])) as server:
+        app = make_app(loaded[1], KEY, generator=generator, max_body=100_000, cors_origins=[ORIGIN])
+        with ServerThread(app) as server:
             yield *loaded, server
         generator.close()
 
@@ -202,6 +206,38 @@ def test_a_request_that_is_not_completed_in_time_is_closed(served, monkeypatch, 
         assert again.post("/v1/completions", json=PROMPT, headers=HEADERS).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("request_line", "headers", "status"),
+    [
+        ("POST /v1/completions", "content-length: 50000", 401),
+        ("POST /v1/completions", f"{BEARER}\r\ncontent-length: 50000\r\ntransfer-encoding: chunked", 400),
+        ("POST /v1/completions", f"{BEARER}\r\ncontent-length: 2\r\ncontent-length: 50000", 400),
+        ("POST /v1/completions", f"{BEARER}\r\ncontent-length: 50000000\r\nconnection: close", 413),
+        ("POST /v1/nothing", f"{BEARER}\r\ncontent-length: 50000\r\nconnection: close", 404),
+    ],
+)
+def test_a_refusal_reaches_a_client_that_still_sends(served, request_line, headers, status):
+    """A closed socket answers data with a reset, for which the client drops a response that it has not read."""
+    for _ in range(100):
+        head = f"{request_line} HTTP/1.1\r\nhost: x\r\n{headers}\r\n\r\n".encode()
+        with connect(served[2], head + b" " * (100_001 if status == 413 else 0)) as connection:
+            select.select([connection], [], [], 30)
+            for _ in range(5):
+                connection.sendall(b" " * 10_000)
+            connection.shutdown(socket.SHUT_WR)
+            received = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert received.startswith(f"HTTP/1.1 {status} ".encode()), received
+        assert len(received.partition(b"\r\n\r\n")[2]) > 20
+
+
+def test_a_refused_client_that_sends_without_end_is_closed(served, monkeypatch):
+    monkeypatch.setattr(server_module, "LINGER_SECONDS", 0.2)
+    with connect(served[2], HALF_BODY.replace(b"secret", b"wrong")) as connection, pytest.raises(OSError):
+        for _ in range(3000):
+            connection.sendall(b"x")
+            time.sleep(0.01)
+
+
 def test_new_connections_replace_those_that_send_nothing(served, monkeypatch):
     monkeypatch.setattr(server_module.resource, "getrlimit", lambda _: (20, 20))  # connections have half of the files
     connections = [connect(served[2], HALF_HEAD) for _ in range(60)]
@@ -225,6 +261,53 @@ def test_a_server_that_stops_does_not_wait_for_bodies(served):
     assert time.monotonic() - start < 20
     for connection in connections:
         connection.close()
+
+
+# ---- large prompts wait for each other, not other calls for them ----------------------------------------------------
+
+
+def test_calls_that_are_cancelled_before_they_are_tokenized(served, monkeypatch, caplog):
+    caplog.set_level("INFO", "verl.server")
+    end, tokenized, plain = threading.Event(), [], ServedModel.encode_chat
+    url, impatient = f"{served[2].url}/v1/chat/completions", httpx.Timeout(60, read=0.5)
+
+    def encode(model: ServedModel, call) -> list[int]:
+        tokenized.append(len(call.messages[0]["content"]))
+        if tokenized[-1] > LARGE_BODY:
+            assert end.wait(60)
+        return plain(model, call)
+
+    def leave(_: int) -> None:
+        large = CHAT | {"messages": [{"role": "user", "content": "x" * (LARGE_BODY + 1)}]}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url, json=large, headers=HEADERS, timeout=impatient)
+
+    monkeypatch.setattr(ServedModel, "encode_chat", encode)
+    try:
+        with ThreadPoolExecutor(12) as clients:
+            list(clients.map(leave, range(12)))
+        # the threads for large prompts are all busy: a small one does not wait for them
+        assert httpx.post(url, json=CHAT, headers=HEADERS, timeout=60).is_success
+        deadline = time.monotonic() + 60
+        while caplog.text.count("disconnected before its call was started") < 12:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        end.set()
+    assert httpx.post(url, json=CHAT, headers=HEADERS, timeout=60).is_success
+    assert sum(length > LARGE_BODY for length in tokenized) == LARGE_THREADS  # of 12
+
+
+def test_a_large_prompt_is_answered_as_a_small_one(served):
+    url, body = f"{served[2].url}/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "é" * 16000}]}
+    assert LARGE_BODY < len(json.dumps(body)) < 100_000
+    found = httpx.post(url, json=body, headers=HEADERS, timeout=60)
+    assert found.status_code == 400 and found.json()["error"]["code"] == "context_length_exceeded"
+    refused = httpx.post(url, json=body | {"n": "x"}, headers=HEADERS, timeout=60)
+    assert refused.status_code == 400
+
+
+# ---- many streams and requests --------------------------------------------------------------------------------------
 
 
 async def _stream(http: httpx.AsyncClient, index: int, limit: int | None) -> int:
@@ -262,6 +345,10 @@ def test_500_streams_at_once_and_cancelled_ones_free_their_slots(served):
 @pytest.mark.slow
 def test_5000_requests_without_growth(served):
     def resources() -> tuple[int, int, int]:
+        deadline = time.monotonic() + 60
+        while served[2]._server.server_state.connections:  # of the clients that have just left
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") >> 20, len(os.listdir("/proc/self/fd")), threading.active_count()
 

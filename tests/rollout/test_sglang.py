@@ -54,6 +54,57 @@ def test_filters_exclude_what_native_excludes():
         assert 0 < kept.sum() < 50
 
 
+class Rank(torch.nn.Module):
+    """Stands in for SGLang's model on one rank: its loader ignores names that it does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ParameterDict({"embed": torch.zeros(5, 3), "norm": torch.zeros(3)})
+
+    @torch.no_grad()
+    def load_weights(self, named):
+        for name, tensor in named:
+            if name in self.layers:
+                self.layers[name].copy_(tensor)
+
+
+def push(ranks: list[Rank], sent: dict[str, torch.Tensor], folder: Path, received=None) -> None:
+    """Push to all ranks, one after the other. received: what the last rank gets instead of the weights."""
+    outcome = folder / "outcome"
+    for rank, model in enumerate(ranks):
+        weights = received if received and rank == len(ranks) - 1 else sent
+        order = loader.instruction(outcome, loader.sums_of_bits(sent.items()))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.distributed, "is_initialized", lambda: True)
+            patch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+            loader.load(model, [*weights.items(), (loader.INSTRUCTION, order)])
+    loader.check_outcomes(outcome, len(ranks))
+    assert not list(folder.iterdir())
+
+
+SENT = {"embed": torch.arange(15.0).view(5, 3), "norm": torch.ones(3)}
+
+
+def test_an_error_of_the_loader_is_raised_in_the_trainer(tmp_path):
+    with pytest.raises(ValueError, match=r"SGLang's rank 0 cannot load the weights: RuntimeError: The size of tensor"):
+        push([Rank()], SENT | {"norm": torch.zeros(2)}, tmp_path)
+    with pytest.raises(ValueError, match="SGLang's rank 1 did not load the weights"):
+        (tmp_path / "outcome-0").write_text('{"error": ""}')
+        loader.check_outcomes(tmp_path / "outcome", 2)
+
+
+def test_bits_that_change_on_their_way_to_one_rank_are_found_there(tmp_path):
+    changed = SENT["embed"].clone()
+    changed.view(torch.int32)[3, 1] ^= 1
+    ranks, message = [Rank(), Rank()], "expected the bits that were sent, found others in 1 of 2 tensors, first "
+    with pytest.raises(ValueError, match=rf"SGLang's rank 1 cannot load .*: {message}\['embed'\]"):
+        push(ranks, SENT, tmp_path, SENT | {"embed": changed})
+    # nothing of the bucket was loaded
+    assert not ranks[1].layers["norm"].any() and torch.equal(ranks[0].layers["embed"], SENT["embed"])
+    with pytest.raises(ValueError, match=rf"{message}\['norm'\]"):
+        push(ranks, SENT, tmp_path, {"embed": SENT["embed"]})
+
+
 # ---- settings -------------------------------------------------------------------------------------------------------
 
 
@@ -124,7 +175,7 @@ def test_arguments_for_a_mixture_of_experts(monkeypatch):
     assert whole["chunked_prefill_size"] == whole["max_prefill_tokens"] + whole["context_length"] == 8192 + 1032
     dense = settings.engine_args(replace(pushed(), dtype=torch.bfloat16), on_gpu, ABLE)
     assert not {"moe_runner_backend", "enable_return_routed_experts"} & dense.keys()
-    with pytest.raises(ValueError, match=r"engine 'sglang' does not report the experts .*native or hf"):
+    with pytest.raises(ValueError, match=r"engine 'sglang' does not report the experts .*native, or"):
         settings.engine_args(made, on_gpu, replace(ABLE, routed_experts=False))
     mixture.tie_word_embeddings = True
     with pytest.raises(ValueError, match=r"mixtral with tie_word_embeddings=true: .* separate output layer"):

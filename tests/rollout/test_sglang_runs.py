@@ -56,16 +56,10 @@ def test_weights_over_a_process_group(lora, tiny, tmp_path):
     assert len({report.metrics["weight_sync/bytes"] for report in found}) == 1
 
 
-@pytest.mark.parametrize(
-    ("size", "more"),
-    [
-        ("small", []),
-        ("mini", [LORA, f"{ROLLOUT}.lora_sync=adapters"]),
-    ],
-)
-def test_two_tensor_parallel_ranks(size, more, tiny, tmp_path):
+@pytest.mark.parametrize("more", [[], [LORA]])
+def test_two_tensor_parallel_ranks(more, tiny, tmp_path):
     ranks = ["trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2"]
-    run(tiny, tmp_path / "run", *ranks, f"actor_rollout_ref.model.path={tiny / size}", *more)
+    run(tiny, tmp_path / "run", *ranks, *more)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -96,13 +96,13 @@ def together(engine: NativeRollout, act):
     return engine.follow()
 
 
-def on_rank(paths: list[Path]) -> list:
+def on_rank(paths: list[Path], prompts: int, tokens: int) -> list:
     """For `run_on_ranks`: the answers on rank 0, and sizes on rank 1."""
     init_process_group(CPU)
     rank, found = torch.distributed.get_rank(), []
     for path in paths:
         engine = engine_of(path, rank, 2)
-        answers = together(engine, answer)
+        answers = together(engine, lambda leader: answer(leader, PROMPTS[:prompts], tokens))
         if rank == 0:
             found.append(answers)
         else:
@@ -123,14 +123,16 @@ def assert_same(found: dict, expected: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [pytest.param(FAST, id="fast"), pytest.param(NAMES, id="every family", marks=pytest.mark.slow)]
+    ("names", "size"),
+    [pytest.param(FAST, (3, 9), id="fast"), pytest.param(NAMES, (5, 12), id="every family", marks=pytest.mark.slow)],
 )
-def test_two_ranks_generate_what_one_generates(names, tmp_path):
+def test_two_ranks_generate_what_one_generates(names, size, tmp_path):
+    """size: numbers of prompts, and of tokens of a response."""
     paths = [save(tmp_path, name) for name in names]
-    leader, follower = run_on_ranks(2, on_rank, paths)
+    leader, follower = run_on_ranks(2, on_rank, paths, *size)
     for path, found, other in zip(paths, leader, follower, strict=True):
         one = engine_of(path)
-        expected = answer(one)
+        expected = answer(one, PROMPTS[: size[0]], size[1])
         assert expected["stop"][0].finish_reason == "stop" and expected["aborted"][1].finish_reason == "abort"
         assert_same(found, expected)
         heads = one._cache.keys.shape[2]
@@ -153,7 +155,7 @@ class Trainer:
     def buffers(self):
         return self.module.named_buffers()
 
-    def weights(self):
+    def rollout_weights(self, dtype):
         return ((name, p.detach()) for name, p in self.module.named_parameters())
 
 
@@ -192,7 +194,7 @@ def pushes_on_rank(path: Path) -> dict:
                 call()
             except ValueError as error:
                 found[name] = str(error)
-    wrong = {name: p.new_zeros(3) if name.endswith("q_proj.weight") else p for name, p in trainer.weights()}
+    wrong = {name: p.new_zeros(3) if name.endswith("q_proj.weight") else p for name, p in trainer.rollout_weights(None)}
     try:
         engine.receiver().receive(wrong.items(), 2)
     except ValueError as error:

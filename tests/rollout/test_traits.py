@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from verl.config import ConfigError, load_config, schema, settings_without_effect
+from verl.config import ConfigError, load_config, settings_without_effect
 from verl.registry import import_module
 from verl.rollout.base import ROLLOUT_ENGINES
 from verl.rollout.traits import EngineTraits, built_in_engines, engine_traits
@@ -17,11 +17,6 @@ from verl.rollout import EngineTraits, register_rollout_engine
 
 @register_rollout_engine("stone", traits=EngineTraits(cuda_graphs=False, tensor_parallel=False, own_memory_share=True))
 def make_stone(config, model, env, train_engine=None):
-    raise AssertionError
-
-
-@register_rollout_engine("glass", traits=EngineTraits(sampling_keys=frozenset({"temperature"})))
-def make_glass(config, model, env, train_engine=None):
     raise AssertionError
 
 
@@ -37,7 +32,7 @@ def custom(tmp_path):
     path.write_text(CUSTOM)
     import_module(str(path))
     yield
-    for name in ("stone", "glass", "sand"):
+    for name in ("stone", "sand"):
         del ROLLOUT_ENGINES[name]
 
 

@@ -37,7 +37,7 @@ class Trained:
     def __init__(self, module: torch.nn.Module):
         self.module = module
 
-    def weights(self):
+    def rollout_weights(self, dtype):
         for name, parameter in self.module.named_parameters():
             yield name, parameter.detach()
 
@@ -231,7 +231,7 @@ class Lists:
     def __init__(self, *tensors: torch.Tensor | BaseException | None):
         self.tensors = tensors
 
-    def weights(self):
+    def rollout_weights(self, dtype):
         for number, tensor in enumerate(self.tensors):
             if isinstance(tensor, BaseException):
                 raise tensor
@@ -319,7 +319,7 @@ def test_a_source_may_reuse_its_memory(bucket_bytes, dtype):
     sizes = [3, 5, 100, 1, 2, 0, 40]  # some are larger than a bucket of 64 bytes
 
     class Reuses:
-        def weights(self):
+        def rollout_weights(self, dtype):
             memory = torch.empty(100)
             for number, size in enumerate(sizes):
                 yield f"p{number}", memory[:size].fill_(number)

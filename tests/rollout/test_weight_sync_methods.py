@@ -74,8 +74,6 @@ def test_a_method_that_does_not_fit_the_engine_is_refused():
         assert type(local_sync("auto", engine, CPU, bucket_bytes=1)).__name__ == name
     with pytest.raises(ValueError, match=r"rollout.weight_sync=reshard: .* is synchronized by 'replica': use auto"):
         local_sync("reshard", copied, CPU, bucket_bytes=1)
-    with pytest.raises(ValueError, match=r"rollout.lora_sync=adapters: expected a rollout engine whose receiver acc"):
-        local_sync("auto", engine_of(SimpleNamespace()), CPU, bucket_bytes=1, lora_sync="adapters", has_adapters=True)
 
 
 def test_shards_are_read_for_a_full_copy_where_that_is_preferred():
@@ -87,11 +85,3 @@ def test_shards_are_read_for_a_full_copy_where_that_is_preferred():
             assert type(sync).__name__ == name
     finally:
         dist.destroy_process_group()
-
-
-def test_adapters_are_sent_alone_to_an_engine_that_applies_them():
-    for applies in (False, True):
-        receiver = ModuleReceiver(make_module())
-        receiver.applies_adapters = applies
-        sync = local_sync("auto", engine_of(receiver), CPU, bucket_bytes=1, has_adapters=True)
-        assert (type(sync), sync.adapters) == (ReplicaSync, applies)

@@ -3,22 +3,12 @@
 import pytest
 import torch
 
-from verl.weight_sync.adapters import Part
 from verl.weight_sync.base import StoredWeights, is_check_due
-from verl.weight_sync.verify import Loading, checksums, combine, fold, sums_of
+from verl.weight_sync.verify import Loading, combine, fold, sums_of
 
 
 def checksum_of(content: torch.Tensor) -> int:
     return combine([sums_of(content)])
-
-
-@pytest.mark.parametrize("words", [3, 1024, 1027, 2050])
-def test_sums_of_rows_and_columns(words):
-    """Rows of 1,024 words; the last one may be shorter."""
-    values = [(7 * i) % 1000 - 300 for i in range(words)]
-    rows = [sum(values[at : at + 1024]) for at in range(0, words, 1024)]
-    columns = [sum(values[column::1024]) for column in range(1024)]
-    assert sums_of(torch.tensor(values).view(torch.uint8)).tolist() == [*rows, *columns]
 
 
 def test_any_other_bit_gives_another_checksum():
@@ -32,14 +22,6 @@ def test_any_other_bit_gives_another_checksum():
             other[at] ^= (1 << bit) - (2**64 if bit == 63 else 0)
             found.add(checksum_of(other.view(torch.uint8)))
     assert len(found) == 1 + 7 * 64
-
-
-def test_each_checksum_is_that_of_its_content():
-    """Whatever its neighbours are."""
-    contents = [torch.arange(n, dtype=torch.int64).view(torch.uint8) for n in (5, 2000, 1024)]
-    found = checksums([sums_of(content) for content in contents]).tolist()
-    assert found == [int(checksums([sums_of(content)])) for content in contents] and len({*found}) == 3
-    assert combine([sums_of(content) for content in contents]) == fold(found) and combine([]) == 0
 
 
 def test_a_folded_checksum_depends_on_every_one_and_on_the_order():
@@ -89,7 +71,7 @@ class Stores(StoredWeights):
 
 
 def load(receiver: StoredWeights, tensors, compares: bool = True) -> int:
-    return Loading(receiver, 1, compares).load(Part(None, tensors.items()))
+    return Loading(receiver, 1, compares).load(tensors.items())
 
 
 @pytest.mark.parametrize("name", ["a", "large", "b", "c", "view"])
@@ -131,7 +113,7 @@ def test_a_stored_cast_is_that_of_torch(tensors):
 def test_memory_of_a_tensor_is_used_again_while_it_is_read():
     memory = torch.zeros(4)
     loading = Loading(Stores(), 1, True)
-    loading.load(Part(None, ((str(value), memory.fill_(value)) for value in (1.0, 2.0))))
+    loading.load((str(value), memory.fill_(value)) for value in (1.0, 2.0))
     assert {name: tensor.tolist() for name, tensor in loading.receiver.tensors.items()} == {
         "1.0": [1.0] * 4,
         "2.0": [2.0] * 4,

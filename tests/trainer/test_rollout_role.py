@@ -242,8 +242,7 @@ class Group:
     def __init__(self):
         self.calls: list[str] = []
 
-    def accepts_adapters(self) -> list[bool]:
-        return [False, False]
+    def check_receiver(self) -> None: ...
 
     def transfer_address(self) -> str:
         return "tcp://host:1"

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -74,11 +73,7 @@ def settings(vision, run, **more):
     }
 
 
-installed = find_spec("sglang") and find_spec("torchvision")
-sglang = pytest.param("sglang", marks=pytest.mark.skipif(not installed, reason="make test-sglang"))
-
-
-@pytest.mark.parametrize("engine", ["hf", "native", sglang])
+@pytest.mark.parametrize("engine", ["hf", "native"])
 def test_grpo_on_images(vision, tmp_path, monkeypatch, engine):
     monkeypatch.setenv("VERL_STRICT_DATA_CHECK", "1")
     config = settings(vision, tmp_path / "run", **{"actor_rollout_ref.rollout.name": engine})

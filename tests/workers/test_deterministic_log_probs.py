@@ -26,9 +26,9 @@ PRECISIONS = {
     "bf16 weights": {"model_dtype": "bf16", "dtype": "bf16"},
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CUTS = [MicroBatching(rows=1), MicroBatching(tokens=130), MicroBatching(rows=7)]
+CUTS = [MicroBatching(rows=1), MicroBatching(tokens=130)]
 TEMPERATURE = 0.7
-PARAMS = SamplingParams(24, (3, 4, 9), temperature=TEMPERATURE, seed=1)
+PARAMS = SamplingParams(16, (3, 4, 9), temperature=TEMPERATURE, seed=1)
 #: mixtures of experts have no batch-invariant kernels
 DENSE = [case for case in families.CASES if case not in ("qwen3-moe", "mixtral")]
 SETTINGS = {"clip_ratio": 0.2, "entropy_coeff": 0.01, "use_kl_loss": False}
@@ -73,7 +73,7 @@ def prompts_for(case: str) -> list[list[int]]:
 def test_log_probs_are_bit_equal(case, precision):
     trained, prompts = engine(case, precision), prompts_for(case)
     batch = as_batch(prompts, sample(trained, prompts))
-    assert int(batch.batch["response_mask"].sum()) > 60
+    assert int(batch.batch["response_mask"].sum()) > 40
     for cut in CUTS:
         found = trained.infer(batch, ("log_probs",), cut, TEMPERATURE)["log_probs"]
         assert torch.equal(found, batch.batch["rollout_log_probs"])
@@ -99,10 +99,10 @@ def test_log_probs_of_a_copy_of_the_weights_are_bit_equal(case, precision, tmp_p
     rollout.receiver().receive(trained.weights(), 0)
     batch = as_batch(PROMPTS, rollout.generate(make_requests(PROMPTS, PARAMS)))
     found = trained.infer(batch, ("log_probs",), MicroBatching(tokens=130), TEMPERATURE)["log_probs"]
-    assert torch.equal(found, batch.batch["rollout_log_probs"]) and int(batch.batch["response_mask"].sum()) > 60
+    assert torch.equal(found, batch.batch["rollout_log_probs"]) and int(batch.batch["response_mask"].sum()) > 40
 
 
-@pytest.mark.parametrize("case", ["qwen2", "gemma3"])
+@pytest.mark.parametrize("case", ["qwen2", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_a_response_is_the_same_whatever_else_is_in_the_batch(case):
     trained = engine(case, "bf16")
     together = sample(trained, PROMPTS, max_rows=3, sample_ids=list(range(len(PROMPTS))))

@@ -39,7 +39,7 @@ _NOT_DEFINING = (
     *("*.rollout.name", "*.rollout.dtype", "*.rollout.*parallel*", "*.rollout.gpu_memory*", "*.rollout.*cache*"),
     *("*.rollout.enforce_eager", "*.rollout.max_num*", "*.rollout.max_model_len", "*.rollout.*chunked*"),
     *("*.rollout.engine_kwargs.*", "*.rollout.nnodes", "*.rollout.n_gpus_per_node", "*.rollout.weight_sync*"),
-    *("*.rollout.lora_sync", "*.rollout.check_every", "*.rollout.max_mismatch", "*.rollout.checkpoint_engine.*"),
+    *("*.rollout.check_every", "*.rollout.max_mismatch", "*.rollout.checkpoint_engine.*"),
     *("*.rollout.val_kwargs.*",),
     *("*.rollout.server.model_name", "*.rollout.server.max_concurrency", "*.tool_processes", "*.tool_isolation"),
     *("*.optim.total_training_steps", "reward.isolation", "reward.memory_limit_mb"),

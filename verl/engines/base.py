@@ -203,19 +203,6 @@ class TrainEngine(ABC):
         """Yield the tensors of `shard_layout`, in its order, adapters merged. Collective: all ranks must iterate."""
         return iter(())
 
-    def adapter_config(self) -> dict[str, Any] | None:
-        """The configuration of LoRA adapters in PEFT format, and `scaling`: layer -> factor of B A. None: no adapters
-        that can be pushed separately from the base weights."""
-        return None
-
-    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (PEFT name, full tensor) of the adapters. Collective."""
-        return iter(())
-
-    def base_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """`rollout_weights` without the adapters. Collective."""
-        return self.rollout_weights(dtype)
-
     @abstractmethod
     def reference(self) -> AbstractContextManager[None]:
         """Context in which `infer` uses the initial weights.

@@ -257,15 +257,6 @@ def log_padding(name: str, reason: str) -> None:
     logger.info("%s: rows are padded instead of packed, and each computes its prompt: %s", name, reason)
 
 
-def adapter_config(model: schema.ModelConfig) -> dict[str, Any] | None:
-    """`TrainEngine.adapter_config` of the policy of a `model` section, from its config.json."""
-    if not model.has_adapters:
-        return None
-    from verl.engines.lora import Adapters
-
-    return Adapters(empty_module(ModelSpec(model))).config()
-
-
 def _recipe(spec: ModelSpec) -> tuple[Any, Any, dict[str, Any]]:
     """The Auto class, the HuggingFace config and the arguments to build the model."""
     from transformers import (

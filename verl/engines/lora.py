@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -284,16 +283,6 @@ class Adapters:
         for name, parameter in self.module.named_parameters():
             if ".lora_" not in name:
                 yield name.replace(".base_layer", ""), dequantized(parameter)
-
-    def config(self) -> dict[str, Any] | None:
-        """The configuration in PEFT format, and `scaling`: name of each layer -> factor of B A.
-
-        None if adapters can only be merged: those of experts, and of layers with a weight (in, out).
-        """
-        if self.experts or self.settings.fan_in_fan_out:
-            return None
-        settings = {key: sorted(v) if isinstance(v, set) else v for key, v in self.settings.to_dict().items()}
-        return settings | {"scaling": {name: layer.scaling[TRAINED] for name, layer in self._layers.items()}}
 
     @contextmanager
     def reference(self) -> Iterator[None]:

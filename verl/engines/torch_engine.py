@@ -374,15 +374,6 @@ class TorchEngine(TrainEngine):
             for (_, base), (_, merged) in zip(self.adapters.base(), self.adapters.merged()):
                 yield local_shard(merged, base)
 
-    def adapter_config(self) -> dict[str, Any] | None:
-        return self.adapters.config() if self.adapters is not None else None
-
-    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._gathered(_detached(self.adapters.parameters()), None)
-
-    def base_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._gathered(self.adapters.base(), dtype)
-
     def _gathered(
         self, parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -429,7 +420,9 @@ class TorchEngine(TrainEngine):
             full_state["huggingface"] = self._collect(self.weights(), keep)
             full_state["huggingface"] |= checkpoint.persistent_buffers(self.module, keep)
         if "model" in contents and self.adapters is not None:
-            full_state["lora_adapter"] = self._collect(self.adapter_weights(), keep)
+            full_state["lora_adapter"] = self._collect(
+                self._gathered(_detached(self.adapters.parameters()), None), keep
+            )
         elif "model" in contents and not self.has_full_weights:
             shards["model"] = keep(checkpoint.model_state(self.model))
         if "optimizer" in contents:

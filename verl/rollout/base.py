@@ -38,7 +38,6 @@ from verl.rollout.traits import EngineTraits, built_in_engines, declare_traits
 from verl.utils.coroutines import gather_coroutines, run_coroutine
 
 if TYPE_CHECKING:
-    from verl.rollout.adapters import AdaptedLayers
     from verl.weight_sync import WeightReceiver
 
 
@@ -243,7 +242,6 @@ class RolloutEnv:
         tp_rank, tp_size: rank in the tensor-parallel group, and its size. The ranks of a group get the same prompts;
             the process group of all ranks has been initialized.
         tp_stride: distance of two ranks of a group: 1 (consecutive), except for `native` on the devices of training.
-        adapted_layers: the layers whose LoRA adapters are trained; engines that merge all adapters do not read it.
     """
 
     rank: int
@@ -255,7 +253,6 @@ class RolloutEnv:
     tp_rank: int = 0
     tp_size: int = 1
     tp_stride: int = 1
-    adapted_layers: "AdaptedLayers | None" = None
 
     @property
     def tp_group(self) -> int:

@@ -111,6 +111,11 @@ def check_images(traits: EngineTraits, hf_config: Any) -> None:
     kind = hf_config.model_type
     if traits.images is None or kind in traits.images or not is_vision_config(hf_config):
         return
+    if not traits.images:
+        raise ValueError(
+            f"rollout.name={traits.name}: expected a model without images, found {kind}: use rollout.name=native, vllm "
+            "or hf (docs/vlm.md)"
+        )
     if kind in BIDIRECTIONAL:
         reason, others = (
             f"the tokens of an image attend to each other in both directions, which {traits.name} computes with some "

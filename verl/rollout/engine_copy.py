@@ -26,7 +26,6 @@ from verl.rollout.routed_experts import cut, layers_with_experts
 from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.traits import engine_traits
 from verl.weight_sync import WeightReceiver
-from verl.weight_sync.adapters import Part
 from verl.weight_sync.base import require_weights
 from verl.weight_sync.verify import Loading
 
@@ -111,7 +110,7 @@ class EngineCopy:
         """Load the weights that the engine has not read; those that the trainer will push use no memory until then."""
         if self.merges:
             module = load_module(self.model, self.dtype, torch.device("cpu"))
-            Loading(receiver, version=0, compares=True).load(Part(None, module.named_parameters()))
+            Loading(receiver, version=0, compares=True).load(module.named_parameters())
         elif self.is_trained:
             receiver.release()
 
@@ -306,15 +305,14 @@ class EngineReceiver:
         self.filled = filled
 
     @contextmanager
-    def _updating(self, version: int, idle: bool = False, is_last: bool = True) -> Iterator[Any]:
-        """Context of a push, in which no request is computed. Nothing is generated if it raises. idle: no request may
-        be running. is_last: whether the engine may generate after it."""
-        with self._requests.exclusive("a weight push", idle) as running:
+    def _updating(self, version: int) -> Iterator[Any]:
+        """Context of a push, in which no request is computed. Nothing is generated if it raises."""
+        with self._requests.exclusive("a weight push") as running:
             self.filled = False
             self._memory.allocate("weights")
             with self._session(version, running) as session:
                 yield session
-            self.filled = is_last
+            self.filled = True
 
     def _session(self, version: int, running: Any) -> AbstractContextManager[Any]:
         """What the engine does around the update of its weights. running: yielded by `EngineRequests.exclusive`."""

@@ -52,7 +52,6 @@ def check_not_deterministic(config: schema.RolloutEngineConfig) -> None:
 
 
 FREE_SHARE = 0.9  # of the free memory, for the engine
-LORA = "the engine applies the adapters that are trained, and no others"
 #: arguments of both engines that are not supported -> the reason
 NOT_SUPPORTED = {
     "quantization": "trained weights cannot be loaded into a quantized model",
@@ -61,15 +60,14 @@ NOT_SUPPORTED = {
     "enable_eplb": "trained weights are loaded into one copy of each expert",
     "skip_tokenizer_init": "prompts and responses are token ids",
     "load_format": "weights come from the trainer, or from model.path without training",
+    "enable_lora": "adapters are merged into the weights of every push",
 }
-NOT_SUPPORTED |= dict.fromkeys(("max_lora_rank", "lora_target_modules"), LORA)
 #: arguments that both adapters set -> the key that sets them
 OWNED = {
     "trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
     "tensor_parallel_size": "rollout.tensor_model_parallel_size",
     "dtype": "rollout.dtype",
     "enable_return_routed_experts": "rollout.enable_rollout_routing_replay",
-    "enable_lora": "rollout.lora_sync",
 }
 
 

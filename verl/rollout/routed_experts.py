@@ -23,7 +23,7 @@ def check_records(config: Any, name: str, supported: bool) -> None:
     if getattr(config, "enable_rollout_routing_replay", False) and not supported:
         raise ValueError(
             f"{RECORDING_KEY}: the rollout engine {name!r} does not report the experts that it chooses: use "
-            "rollout.name=native or hf, or actor.router_replay.mode=R2, which records in training"
+            "rollout.name=native, or actor.router_replay.mode=R2, which records in training"
         )
 
 

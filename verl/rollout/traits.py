@@ -33,14 +33,11 @@ class EngineTraits:
         batch_invariant: it supports `rollout.deterministic`.
         fp8: it generates with the layers of `model.quantization=fp8`.
         shares_weights: it can generate with the trainer's module.
-        merges_adapters: it merges LoRA adapters, whatever their layers are.
         own_memory_share: it reserves `gpu_memory_utilization` of the device when it wakes up.
         own_process: rank 0 starts the processes of the other ranks of a tensor-parallel group.
         joins_training_groups: a tensor-parallel group may be the ranks of a sharded training engine, in their order.
-        images: the model types with images whose log-probs have been compared with those of training; None: the engine
-            itself rejects a model that it does not support.
-        sampling_keys: the keys of `schema.SamplingConfig` that it applies: setting another one is an error. None: not
-            declared here, but possibly by `RolloutEngine.sampling_keys`.
+        images: the model types with images whose log-probs have been compared with those of training; (): it generates
+            from text only; None: the engine itself rejects a model that it does not support.
         check_model: "module:function" that raises ValueError for a model, called with the names of its architectures,
             its config by key, the tensor-parallel size and `rollout.deterministic`.
     """
@@ -55,12 +52,10 @@ class EngineTraits:
     batch_invariant: bool = False
     fp8: bool = False
     shares_weights: bool = False
-    merges_adapters: bool = False
     own_memory_share: bool = False
     own_process: bool = False
     joins_training_groups: bool = False
     images: tuple[str, ...] | None = None
-    sampling_keys: frozenset[str] | None = None
     check_model: str = ""
 
     @property

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import h11
 import uvicorn
@@ -20,6 +21,8 @@ logger = logging.getLogger("verl.server")
 SHUTDOWN_SECONDS = 30
 #: seconds to receive the head of the first request of a connection, that of a further one, and its body
 HEAD_SECONDS, KEEP_ALIVE_SECONDS, BODY_SECONDS = 20, 75, 120
+#: seconds in which the rest of a refused request is read and dropped
+LINGER_SECONDS = 30
 #: connections that may wait to be accepted, and those that are accepted at once: few, so that new ones can replace
 #: others before there are too many open files
 _QUEUE, _ACCEPTED_AT_ONCE = 2048, 16
@@ -31,11 +34,14 @@ class _Connection(H11Protocol):
     When all connections are in use, a new one replaces the one that has waited for its request for the longest time.
     """
 
+    is_lingering = False
+
     def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
+        super().connection_made(_LingeringTransport(self, transport))
         self._expect_request(HEAD_SECONDS)
         if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
-            waiting = [other for other in self.connections if other.conn.their_state in (h11.IDLE, h11.SEND_BODY)]
+            states = h11.IDLE, h11.SEND_BODY, h11.ERROR
+            waiting = [other for other in self.connections if other.conn.their_state in states]
             oldest = min(waiting, key=lambda other: other.since)
             self.connections.discard(oldest)  # it is lost later, and must not be chosen again
             oldest.transport.abort()
@@ -52,9 +58,20 @@ class _Connection(H11Protocol):
         if self.conn.their_state is state:
             self.transport.abort()
 
-    def on_response_complete(self) -> None:
+    def data_received(self, data: bytes) -> None:
+        if not self.is_lingering:
+            super().data_received(data)
+
+    def linger(self) -> None:
+        """Read and drop what the client still sends, until it closes the connection."""
+        self.is_lingering = True
         self._forget_deadlines()
-        self._expect_request(KEEP_ALIVE_SECONDS)
+        self._deadlines = [self.loop.call_later(LINGER_SECONDS, self.transport.abort)]
+
+    def on_response_complete(self) -> None:
+        if not self.is_lingering:
+            self._forget_deadlines()
+            self._expect_request(KEEP_ALIVE_SECONDS)
         super().on_response_complete()
 
     def _forget_deadlines(self) -> None:
@@ -67,10 +84,35 @@ class _Connection(H11Protocol):
 
     def shutdown(self) -> None:
         """Finish the running call; a request that is not complete is not waited for."""
-        if self.conn.their_state is h11.SEND_BODY:
-            self.transport.close()
+        if self.is_lingering or self.conn.their_state is h11.SEND_BODY:
+            self.transport.abort()
         else:
             super().shutdown()
+
+
+class _LingeringTransport:
+    """A transport whose `close` does not reset a connection on which the client still sends.
+
+    TCP drops a response that the client has not read when data arrives at a closed socket. So only the sending half is
+    closed until the client closes the other one.
+    """
+
+    def __init__(self, connection: _Connection, transport: asyncio.Transport):
+        self._connection, self._transport = connection, transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._connection.is_lingering or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self._connection.conn.their_state not in (h11.SEND_BODY, h11.ERROR) or self.is_closing():
+            self._transport.close()
+            return
+        self._connection.linger()
+        self._transport.write_eof()
+        self._transport.resume_reading()
 
 
 class _Server(uvicorn.Server):

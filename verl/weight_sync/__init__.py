@@ -16,8 +16,7 @@ from verl.utils.lazy import lazy_names
 
 _HOME = {
     "verl.weight_sync.base": (
-        "SyncReport WeightReceiver WeightSource WeightSync AdapterReceiver ShardSource SlicedWeights "
-        "StoredWeights InProcessSync"
+        "SyncReport WeightReceiver WeightSource WeightSync ShardSource SlicedWeights StoredWeights InProcessSync"
     ),
     "verl.weight_sync.buckets": "BUCKET_BYTES",
     "verl.weight_sync.reshard.sync": "ReshardSync",

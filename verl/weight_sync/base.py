@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
@@ -14,9 +14,6 @@ from verl.utils.shards import Shard
 
 if TYPE_CHECKING:
     from verl.weight_sync.reshard.plan import Stored
-
-#: the configuration of adapters: that of PEFT (r, lora_alpha, target_modules), and `scaling`: layer -> factor of B A
-AdapterConfig = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -41,22 +38,9 @@ class SyncReport:
 class WeightSource(Protocol):
     """The part of a training engine that a sync reads (see verl.engines.base.TrainEngine)."""
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (HuggingFace name, full tensor) of every parameter, adapters merged. Collective: all ranks must
-        iterate."""
-
-
-class AdapterSource(WeightSource, Protocol):
-    """A training engine with adapters."""
-
-    def adapter_config(self) -> AdapterConfig | None:
-        """The configuration of the adapters; None if there are none."""
-
-    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (PEFT name, full tensor) of the adapters. Collective."""
-
-    def base_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (HuggingFace name, full tensor) of every parameter without the adapters. Collective."""
+    def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (HuggingFace name, full tensor) of every parameter, adapters merged, cast to `dtype`. None: not cast.
+        Collective: all ranks must iterate."""
 
 
 @runtime_checkable
@@ -71,13 +55,11 @@ class ShardSource(WeightSource, Protocol):
     replicas: tuple[int, ...]
 
     def shard_layout(self) -> Sequence[Shard] | None:
-        """Which chunk of each parameter this rank has; the same object in every call. None: use `weights`."""
+        """Which chunk of each parameter this rank has; the same object in every call. None: use
+        `rollout_weights`."""
 
     def shards(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that `shard_layout` describes, in that order. Collective."""
-
-    def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `weights`, cast from the dtype of training. None: not cast. Collective."""
 
 
 class WeightReceiver(Protocol):
@@ -118,27 +100,6 @@ class SlicedWeights(ABC):
     def open_slices(self, version: int) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
         """Context of a push: name -> the contiguous tensor to write into. The engine has no weights until its end, nor
         after an error."""
-
-
-class AdapterReceiver(ABC):
-    """A receiver that also takes LoRA adapters, so that a push need not contain the base weights again."""
-
-    #: whether the engine applies adapters without merging them, so that they are preferred in one process too
-    applies_adapters: bool = False
-    #: whether the base weights are loaded
-    has_base: bool = False
-
-    @abstractmethod
-    def receive_adapters(
-        self, config: AdapterConfig, tensors: Iterable[tuple[str, torch.Tensor]], version: int
-    ) -> None:
-        """Use these adapters from now on instead of the previous ones. `receive` has loaded the base weights.
-
-        Args:
-            config: their configuration.
-            tensors: (PEFT name, tensor), as in a PEFT file.
-            version: weight version.
-        """
 
 
 class ReceivesWeights(Protocol):

@@ -3,14 +3,13 @@
 GPU tensors are sent over NCCL, others over gloo. Three stages overlap: while bucket i is sent, rank 0 gathers and packs
 bucket i + 1 and the rollout ranks verify and load bucket i - 1. Each side has two buckets in memory.
 
-A push has one or two parts (base weights, adapters). Per part:
+A push:
 
 - Rank 0 broadcasts a header (`_Header`).
-- Before each bucket, all ranks exchange a record (`_exchange`): that of rank 0 announces the bucket, that of a rollout
-  rank says whether it can continue, which covers all buckets up to the one before the last. So no rank waits for one
-  that has failed. The layout of the bucket follows.
+- Before each bucket, every rank says whether it can continue (`_exchange`), which covers all buckets up to the one
+  before the last. So no rank waits for one that has failed. The layout of the bucket follows, or None at the end.
 - The checksums follow each bucket and are compared by the rollout ranks before they load it.
-- A record announces the end; a last exchange confirms that all ranks have loaded everything.
+- A last exchange confirms that all ranks have loaded everything.
 """
 
 import pickle
@@ -24,9 +23,7 @@ import torch
 from torch import distributed as dist
 
 from verl.utils.rendezvous import tcp_store, use_interface_to
-from verl.weight_sync.adapters import Part, push_parts
 from verl.weight_sync.base import (
-    AdapterConfig,
     SyncReport,
     WeightReceiver,
     WeightSource,
@@ -40,7 +37,6 @@ from verl.weight_sync.verify import (
     Loading,
     combine,
     first_differing_row,
-    fold,
     format_checksum,
     sums_of,
 )
@@ -76,18 +72,14 @@ class TransferGroup:
         """Start to broadcast rank 0's tensor in place, on the group's device."""
         return self.data.broadcast(tensor, 0)
 
-    def broadcast_bytes(self, content: bytes, size: int) -> bytes:
-        """Broadcast rank 0's bytes, of a size that all ranks know, and return them."""
-        tensor = torch.frombuffer(bytearray(content or size), dtype=torch.uint8)
-        self.control.broadcast(tensor, 0).wait()
-        return tensor.numpy().tobytes()
-
     def broadcast_object(self, value: object) -> object:
         """Broadcast rank 0's object and return it."""
         content = pickle.dumps(value) if self.rank == 0 else b""
         size = torch.tensor([len(content)])
         self.control.broadcast(size, 0).wait()
-        return pickle.loads(self.broadcast_bytes(content, int(size)))
+        tensor = torch.frombuffer(bytearray(content or int(size)), dtype=torch.uint8)
+        self.control.broadcast(tensor, 0).wait()
+        return pickle.loads(tensor.numpy().tobytes())
 
     def gather(self, numbers: list[int]) -> list[list[int]]:
         """All-gather: the numbers of all ranks."""
@@ -98,8 +90,6 @@ class TransferGroup:
 
 
 _ERROR_BYTES = 2000  # max length of an error message sent to the other ranks
-_END = (-1, 0, 0)  # record of rank 0 after the last bucket: number, bytes, bytes of its layout
-_NOTHING = (0, 0, 0)
 
 
 class CollectiveSync(WeightSync):
@@ -109,7 +99,6 @@ class CollectiveSync(WeightSync):
         group: the group with the rollout ranks; None on training ranks other than 0, which only gather weights.
         dtype: dtype of the sent weights; None: not cast.
         bucket_bytes: max size of a bucket of several parameters.
-        adapters: whether adapters are sent separately from the base weights, which are then sent once.
         check_every: see `WeightSync`.
     """
 
@@ -118,55 +107,42 @@ class CollectiveSync(WeightSync):
         group: TransferGroup | None,
         dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        adapters: bool = False,
         check_every: int = 1,
     ):
         super().__init__(check_every)
         self.group = group
         self.dtype = dtype
         self.bucket_bytes = bucket_bytes
-        self.adapters = adapters
-        self._has_base = False
 
     def _push(self, engine: WeightSource, version: int, compares: bool) -> SyncReport:
-        size, checksums = 0, []
-        parts = push_parts(engine, self.adapters, self._has_base)
-        self._has_base = False  # until this push has succeeded
-        for number, part in enumerate(parts):
-            if self.group is None:
-                for _ in part.tensors:
-                    pass
-                continue
-            header = _Header(version, part.config, self.bucket_bytes, number == len(parts) - 1, compares)
-            part_bytes, checksum = _Sending(self, part).send(header)
-            size += part_bytes
-            checksums.append(checksum)
-        self._has_base = self.adapters
-        return SyncReport(version, size, checksum=fold(checksums))
+        weights = engine.rollout_weights(self.dtype)
+        if self.group is None:
+            for _ in weights:
+                pass
+            return SyncReport(version)
+        size, checksum = _Sending(self, weights).send(_Header(version, self.bucket_bytes, compares))
+        return SyncReport(version, size, checksum=checksum)
 
 
 class _Header(NamedTuple):
-    """What rank 0 broadcasts before one part of a push.
+    """What rank 0 broadcasts before a push.
 
     Attributes:
-        config: the adapter configuration; None: weights.
         compares: whether rollout ranks compare what they store with what they have received.
     """
 
     version: int
-    config: AdapterConfig | None
     bucket_bytes: int
-    is_last: bool
     compares: bool
 
 
 class _Sending:
-    """One part of a push on rank 0."""
+    """A push on rank 0."""
 
-    def __init__(self, sync: CollectiveSync, part: Part):
+    def __init__(self, sync: CollectiveSync, weights: Iterator[tuple[str, torch.Tensor]]):
         self.sync = sync
         self.group: TransferGroup = sync.group
-        self.part = part
+        self.weights = weights
         self.works: dict[int, list[dist.Work]] = {}
         self.sums: list[torch.Tensor] = []
 
@@ -175,25 +151,25 @@ class _Sending:
         group, sync, size = self.group, self.sync, 0
         group.broadcast_object(header)
         _exchange(group)
-        # adapters are not cast: B A of rounded matrices would differ from the trainer's
-        dtype = sync.dtype if self.part.config is None else None
         buckets = pack(
-            self.part.tensors,
+            self.weights,
             device=group.device,
-            dtype=dtype,
+            dtype=sync.dtype,
             bucket_bytes=sync.bucket_bytes,
             wait=self._wait,
         )
         try:
             while (ready := self._next(buckets)) is not None:
                 bucket, sums = ready
-                self._announce(bucket)
+                _exchange(group)
+                group.broadcast_object((bucket.entries, len(bucket.content)))
                 if len(bucket.content) > sync.bucket_bytes:
                     _exchange(group)  # every rollout rank has memory for it
                 self.works[bucket.number] = [group.start_broadcast(bucket.content), group.start_broadcast(sums)]
                 size += bucket.bytes
                 del bucket, ready
-            _exchange(group, _END)
+            _exchange(group)
+            group.broadcast_object(None)
             _exchange(group)  # all ranks have loaded everything
         except BaseException:
             with suppress(RuntimeError):  # of the group
@@ -214,14 +190,8 @@ class _Sending:
             return bucket, sums
         except BaseException as error:
             with suppress(RuntimeError):  # of the group
-                _exchange(self.group, reason=describe_error(error), raises=False)
+                _exchange(self.group, describe_error(error), raises=False)
             raise
-
-    def _announce(self, bucket: Bucket) -> None:
-        """Exchange records, and send the layout of the bucket."""
-        layout = pickle.dumps(bucket.entries)
-        _exchange(self.group, (bucket.number, len(bucket.content), len(layout)))
-        self.group.broadcast_bytes(layout, len(layout))
 
     def _wait(self, number: int) -> None:
         for work in self.works.pop(number, ()):
@@ -241,42 +211,34 @@ def receive_collective(receiver: WeightReceiver, group: TransferGroup, version: 
             unchanged on that rank, SystemExit and KeyboardInterrupt included; the other ranks raise a ValueError that
             quotes it.
     """
-    start, size, checksums, is_last = time.perf_counter(), 0, [], False
-    while not is_last:
-        header = group.broadcast_object(None)
-        is_expected, is_last = header.version == version, header.is_last
-        reason = "" if is_expected else f"expected weights of version {version}, found version {header.version}"
-        _exchange(group, reason=reason)
-        receiving = _Receiving(receiver, group, header)
-        checksums.append(receiving.receive())
-        size += receiving.bytes
-    return SyncReport(version, size, time.perf_counter() - start, fold(checksums))
+    start = time.perf_counter()
+    header = group.broadcast_object(None)
+    is_expected = header.version == version
+    _exchange(group, "" if is_expected else f"expected weights of version {version}, found version {header.version}")
+    receiving = _Receiving(receiver, group, header)
+    checksum = receiving.receive()
+    return SyncReport(version, receiving.loading.bytes, time.perf_counter() - start, checksum)
 
 
 class _Receiving:
-    """One part of a push on a rollout rank."""
+    """A push on a rollout rank."""
 
     def __init__(self, receiver: WeightReceiver, group: TransferGroup, header: _Header):
         self.loading = Loading(receiver, header.version, header.compares)
         self.group = group
-        self.config = header.config
         self.bucket_bytes = header.bucket_bytes
         self.works: dict[int, tuple[list[dist.Work], torch.Tensor]] = {}
         self.sums: list[torch.Tensor] = []
         self.transferring = False  # whether an error comes from the group, not from the receiver
 
-    @property
-    def bytes(self) -> int:
-        return self.loading.bytes
-
     def receive(self) -> int:
         """Receive and load all buckets. Returns their checksum."""
         try:
-            self.loading.load(Part(self.config, self._tensors()))
+            self.loading.load(self._tensors())
         except BaseException as error:
             with suppress(RuntimeError):  # of the group
                 if not self.transferring:
-                    _exchange(self.group, reason=describe_error(error), raises=False)
+                    _exchange(self.group, describe_error(error), raises=False)
                 for works, _ in self.works.values():
                     for work in works:
                         work.wait()
@@ -300,14 +262,15 @@ class _Receiving:
         """Start to receive the next bucket; None at the end."""
         group = self.group
         content, reason = self._allocate(self.bucket_bytes)
-        announced, size, layout_size = _exchange(group, reason=reason)
-        if announced == _END[0]:
+        _exchange(group, reason)
+        layout = group.broadcast_object(None)
+        if layout is None:
             return None
-        entries = pickle.loads(group.broadcast_bytes(b"", layout_size))
+        entries, size = layout
         if size > self.bucket_bytes:
             del content
             content, reason = self._allocate(size)
-            _exchange(group, reason=reason)
+            _exchange(group, reason)
         content = content[:size]
         rows = -(-size // ROW_BYTES)
         sums = content.new_empty(rows + COLUMNS, dtype=torch.int64)
@@ -334,28 +297,24 @@ class _Receiving:
         name = bucket.parameter_at(row * ROW_BYTES) if row >= 0 else "(none: the checksums themselves differ)"
         _exchange(
             self.group,
-            reason=f"bucket {bucket.number} is corrupted on rollout rank {self.group.rank - 1}: its checksum is "
+            f"bucket {bucket.number} is corrupted on rollout rank {self.group.rank - 1}: its checksum is "
             f"{format_checksum(combine([sums]))}, expected {format_checksum(combine([sent]))}; the first differing "
             f"parameter is {name}",
         )
 
 
-def _exchange(
-    group: TransferGroup, record: tuple[int, int, int] = _NOTHING, reason: str = "", raises: bool = True
-) -> tuple[int, int, int]:
-    """Exchange records, return that of rank 0 (number, bytes and layout bytes of the next bucket), and check that every
-    rank can continue. reason: why this one cannot; empty if it can.
+def _exchange(group: TransferGroup, reason: str = "", raises: bool = True) -> None:
+    """Check that every rank can continue. reason: why this one cannot; empty if it can.
 
     Raises:
         ValueError: on every rank that `raises`, with the reason of the first rank that cannot continue.
     """
-    gathered = group.gather([int(bool(reason)), *record])
-    if any(failed for failed, *_ in gathered):
-        content = reason.encode()[:_ERROR_BYTES].ljust(_ERROR_BYTES, b"\0")
-        texts = [bytes(text).rstrip(b"\0").decode(errors="ignore") for text in group.gather(list(content))]
-        if raises:
-            rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
-            if rank == 0:
-                raise ValueError(f"weight sync: training rank 0 cannot send the weights: {text}")
-            raise ValueError(f"weight sync: rollout rank {rank - 1} cannot load the weights: {text}")
-    return tuple(gathered[0][1:])
+    if not any(failed for (failed,) in group.gather([int(bool(reason))])):
+        return
+    content = reason.encode()[:_ERROR_BYTES].ljust(_ERROR_BYTES, b"\0")
+    texts = [bytes(text).rstrip(b"\0").decode(errors="ignore") for text in group.gather(list(content))]
+    if raises:
+        rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+        if rank == 0:
+            raise ValueError(f"weight sync: training rank 0 cannot send the weights: {text}")
+        raise ValueError(f"weight sync: rollout rank {rank - 1} cannot load the weights: {text}")

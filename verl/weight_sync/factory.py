@@ -3,9 +3,7 @@
 import torch
 
 import verl.weight_sync as weight_sync  # loads a method at its first use
-from verl.weight_sync.adapters import push_parts, sends_adapters
 from verl.weight_sync.base import (
-    AdapterReceiver,
     InProcessSync,
     ReceivesWeights,
     SlicedWeights,
@@ -13,7 +11,7 @@ from verl.weight_sync.base import (
     WeightSource,
     WeightSync,
 )
-from verl.weight_sync.verify import Loading, fold
+from verl.weight_sync.verify import Loading
 
 
 class ReplicaSync(WeightSync):
@@ -21,25 +19,25 @@ class ReplicaSync(WeightSync):
 
     Args:
         rollout: the rollout engine.
-        adapters: whether adapters are sent separately from the base weights.
+        dtype: of the weights that are gathered; None: not cast.
         check_every: see `WeightSync`.
     """
 
-    def __init__(self, rollout: ReceivesWeights, adapters: bool = False, check_every: int = 1):
+    def __init__(
+        self,
+        rollout: ReceivesWeights,
+        dtype: torch.dtype | None = None,
+        check_every: int = 1,
+    ):
         super().__init__(check_every)
         self.rollout = rollout
-        self.adapters = adapters
+        self.dtype = dtype
 
     def _push(self, engine: WeightSource, version: int, compares: bool) -> SyncReport:
-        size, checksums = 0, []
-        receiver = self.rollout.receiver()
-        has_base = isinstance(receiver, AdapterReceiver) and receiver.has_base
-        for part in push_parts(engine, self.adapters, has_base):
-            loading = Loading(receiver, version, compares)
-            checksums.append(loading.load(part))
-            size += loading.bytes
+        loading = Loading(self.rollout.receiver(), version, compares)
+        checksum = loading.load(engine.rollout_weights(self.dtype))
         self.rollout.weight_version = version
-        return SyncReport(version, size, checksum=fold(checksums) if compares else 0)
+        return SyncReport(version, loading.bytes, checksum=checksum)
 
 
 def local_sync(
@@ -47,8 +45,7 @@ def local_sync(
     engine: ReceivesWeights,
     device: torch.device,
     *,
-    lora_sync: str = "auto",
-    has_adapters: bool = False,
+    dtype: torch.dtype | None = None,
     bucket_bytes: int,
     has_shards: bool = False,
     prefers_shards: bool = False,
@@ -57,10 +54,10 @@ def local_sync(
     """The sync of an engine that shares the trainer's device.
 
     Args:
-        setting: `rollout.weight_sync`; lora_sync and check_every are the settings of these names.
+        setting: `rollout.weight_sync`; check_every: the setting of this name.
         engine: the rollout engine.
         device: of both.
-        has_adapters: whether the policy is trained with LoRA.
+        dtype: of the weights that are gathered; None: not cast.
         bucket_bytes: max size of a bucket.
         has_shards: whether the shards of the training engine can be read.
         prefers_shards: whether to read them for a full copy, too.
@@ -69,7 +66,6 @@ def local_sync(
         ValueError: the method does not fit the engine.
     """
     receiver = engine.receiver()
-    accepts_adapters = isinstance(receiver, AdapterReceiver)
     has_slices = setting in ("auto", "reshard") and has_shards and isinstance(receiver, SlicedWeights)
     methods = _methods(receiver, has_slices, prefers_shards)
     if setting not in ("auto", *methods):
@@ -80,13 +76,9 @@ def local_sync(
     method = methods[0] if setting == "auto" else setting
     if method == "in_process":
         return InProcessSync(engine)
-    is_cheaper = accepts_adapters and receiver.applies_adapters
-    adapters = sends_adapters(lora_sync, has_adapters, accepts_adapters, is_cheaper)
-    if method == "reshard" and not adapters:
+    if method == "reshard":
         return weight_sync.ReshardSync(engine, device, bucket_bytes, check_every=check_every)
-    if setting == "reshard":
-        raise ValueError("rollout.weight_sync=reshard sends merged weights: set rollout.lora_sync=merged")
-    return ReplicaSync(engine, adapters, check_every)
+    return ReplicaSync(engine, dtype, check_every)
 
 
 def _methods(receiver: object, has_slices: bool, prefers_shards: bool) -> list[str]:

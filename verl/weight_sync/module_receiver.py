@@ -6,23 +6,12 @@ from contextlib import contextmanager
 import torch
 
 from verl.utils.shards import Chunk, matrix_shape, whole
-from verl.weight_sync.adapters import MergedAdapters
-from verl.weight_sync.base import (
-    AdapterConfig,
-    AdapterReceiver,
-    SlicedWeights,
-    StoredWeights,
-    check_parameters,
-    require_weights,
-)
+from verl.weight_sync.base import SlicedWeights, StoredWeights, check_parameters, require_weights
 from verl.weight_sync.reshard.plan import Stored
 
 
-class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
-    """Receives weights into a module. Its parameters use memory only between `receive` and `release`.
-
-    Adapters are merged into the parameters; the base weights of the adapted layers are kept for the next push.
-    """
+class ModuleReceiver(StoredWeights, SlicedWeights):
+    """Receives weights into a module. Its parameters use memory only between `receive` and `release`."""
 
     def __init__(self, module: torch.nn.Module, filled: bool = False):
         """filled: whether the module already has its weights."""
@@ -32,7 +21,6 @@ class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
         #: shapes of the parameters that are sent
         self.full_shapes: Mapping[str, torch.Size] = self.shapes
         self.filled = filled
-        self._adapters = MergedAdapters(self._parameters, self.slice_of)
         self._layout: dict[str, Stored] = {}
         if not filled:
             self.release()
@@ -47,7 +35,7 @@ class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
         self._allocate()
         for name, tensor in check_parameters(weights, self.full_shapes, version):
             self._parameters[name].copy_(self.slice_of(name, tensor))
-        self.filled = self.has_base = True
+        self.filled = True
 
     def _allocate(self) -> None:
         """Memory for all parameters, whose values are not valid."""
@@ -55,8 +43,7 @@ class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
             for name, shape in self.shapes.items():
                 parameter = self._parameters[name]
                 parameter.data = parameter.data.new_empty(shape)
-        self.filled = self.has_base = False
-        self._adapters.clear()
+        self.filled = False
 
     def _sent_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The parameters that are sent: of those that are tied, one."""
@@ -75,20 +62,12 @@ class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
     def open_slices(self, version: int) -> Iterator[Mapping[str, torch.Tensor]]:
         self._allocate()
         yield dict(self._sent_parameters())
-        self.filled = self.has_base = True
-
-    def receive_adapters(
-        self, config: AdapterConfig, tensors: Iterable[tuple[str, torch.Tensor]], version: int
-    ) -> None:
-        """See `AdapterReceiver.receive_adapters`."""
-        self.check_filled()
-        self._adapters.merge(config, tensors, version)
+        self.filled = True
 
     def stored(self, name: str) -> torch.Tensor | None:
         return self._parameters[name].detach() if name in self.shapes else None
 
     def release(self) -> None:
-        self.filled = self.has_base = False
-        self._adapters.clear()
+        self.filled = False
         for _, parameter in self._sent_parameters():
             parameter.data = parameter.data.new_empty(0)

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from verl.weight_sync.adapters import Part
-from verl.weight_sync.base import AdapterReceiver, StoredWeights, WeightReceiver
+from verl.weight_sync.base import StoredWeights, WeightReceiver
 
 #: 64-bit words of a row
 COLUMNS = 1024
@@ -105,7 +104,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Loading:
-    """Loads one part of a push into a receiver.
+    """Loads a push into a receiver.
 
     Args:
         receiver: the rollout engine's side.
@@ -125,21 +124,16 @@ class Loading:
         self._read_sums: list[torch.Tensor] = []
         self._expected: dict[str, tuple[int, torch.Tensor]] = {}  # name -> elements and sums of what must be stored
 
-    def load(self, part: Part) -> int:
-        """Load a part, and compare what is stored with it.
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
+        """Load weights, and compare what is stored with them.
 
         Returns:
-            The checksum of its tensors; 0 without a comparison.
+            Their checksum; 0 without a comparison.
 
         Raises:
-            ValueError: the receiver cannot load it, did not read all of it, or stores other values, which are released.
+            ValueError: the receiver cannot load them, did not read all, or stores other values, which are released.
         """
-        if part.config is None:
-            self.receiver.receive(self._read(part.tensors), self.version)
-        elif isinstance(self.receiver, AdapterReceiver):
-            self.receiver.receive_adapters(part.config, self._read(part.tensors), self.version)
-        else:
-            raise ValueError(f"{type(self.receiver).__name__} does not support adapters: set rollout.lora_sync=merged")
+        self.receiver.receive(self._read(weights), self.version)
         if not self._is_complete:
             raise ValueError(f"{type(self.receiver).__name__}.receive returned before it had read all weights")
         self._check_stored()

@@ -23,7 +23,7 @@ from verl.utils.device import peak_memory, resolve_device, resolve_dtype
 from verl.weight_sync.base import SyncReport, WeightSync
 from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching, update_micro_batching
 from verl.workers.rollout.methods import NO_TIMEOUT, RolloutMethods, rollout_env
-from verl.workers.rollout.role import CastWeightSource, Rollout, bucket_bytes
+from verl.workers.rollout.role import Rollout, bucket_bytes
 
 
 class ActorWorker(RolloutMethods, EngineWorker):
@@ -74,7 +74,6 @@ class ActorWorker(RolloutMethods, EngineWorker):
             pad_token_id,
             self.compute_dtype,
             config.actor.engine,
-            self.engine.adapter_config(),
         )
         self.rollout = Rollout(config.rollout, config.model, env, train_engine=self.engine, **generation)
 
@@ -89,20 +88,16 @@ class ActorWorker(RolloutMethods, EngineWorker):
         return self.env["MASTER_ADDR"], free_port()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def connect_to_rollout(self, address: tuple[str, int], size: int, accepts_adapters: bool) -> None:
+    def connect_to_rollout(self, address: tuple[str, int], size: int) -> None:
         """Join the process group of the weight sync, concurrently with the rollout's `connect_to_actor`.
 
         Rank 0 sends; the other ranks only take part in gathering the weights.
         """
-        from verl.weight_sync.adapters import sends_adapters
-
         rollout, group = self.config.rollout, None
-        has_adapters = self.engine.adapter_config() is not None
-        adapters = sends_adapters(rollout.lora_sync, has_adapters, accepts_adapters, cheaper=True)
         if self.rank == 0:
             group = weight_sync.TransferGroup(address, 0, size, self.device, self.config.nccl_timeout or NO_TIMEOUT)
         self._sync = weight_sync.CollectiveSync(
-            group, self.compute_dtype, bucket_bytes(rollout), adapters, check_every=rollout.check_every
+            group, self.compute_dtype, bucket_bytes(rollout), check_every=rollout.check_every
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -110,7 +105,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
         """Push the weights to the rollout engine in this process, or to the connected rollout ranks."""
         if self._sync is None:
             return self.rollout.sync_weights(version)
-        return self._sync.push(CastWeightSource(self.engine, self.compute_dtype), version)
+        return self._sync.push(self.engine, version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def canary_log_probs(self, batch: DataProto) -> torch.Tensor:

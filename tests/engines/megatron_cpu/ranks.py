@@ -28,7 +28,6 @@ from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
 from verl.weight_sync import ReshardSync
 from verl.weight_sync.reshard.sync import Peers
-from verl.workers.rollout.role import CastWeightSource
 
 #: clips every gradient
 OPTIMIZER = COSINE.model_copy(update={"clip_grad": 0.02})
@@ -122,7 +121,7 @@ def reshard_on_rank(path: str, groups: HybridGroups, **keys: Any) -> dict[str, A
     Peers.start_exchange = counting
     for version in range(2):
         counted.clear()
-        report = sync.push(CastWeightSource(engine, torch.float32), version)
+        report = sync.push(engine, version)
     Peers.start_exchange = exchange
     gathered.receive(engine.weights(), 1)
     names = [name for name, _ in ours.module.named_parameters()]

@@ -90,29 +90,6 @@ class _HostMemory(importlib.abc.MetaPathFinder):
         return spec
 
 
-class _Adapters(importlib.abc.MetaPathFinder):
-    """Finds SGLang's LoRA manager, whose modules allocate pinned memory: it is not pinned then."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name != "sglang.srt.lora.lora_manager":
-            return None
-        import torch
-
-        torch.utils._device._device_constructors()  # cached: contexts such as torch.device("meta") know these functions
-        for function in ("tensor", "empty", "zeros", "ones"):
-            setattr(torch, function, _unpinned(getattr(torch, function)))
-        torch.Tensor.pin_memory = lambda tensor, *args: tensor
-        sys.meta_path.remove(self)
-        return importlib.machinery.PathFinder.find_spec(name, path)
-
-
-def _unpinned(function):
-    def allocate(*args, pin_memory=False, **keys):
-        return function(*args, **keys)
-
-    return allocate
-
-
 class _OtherModels(_Finder):
     """Replaces `_MODULES`."""
 
@@ -139,7 +116,6 @@ class _Operators(importlib.abc.MetaPathFinder):
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling a rotary embedding takes a minute
 sys.meta_path.insert(0, _HostMemory())
-sys.meta_path.insert(0, _Adapters())
 sys.meta_path.insert(0, _Operators())
 sys.meta_path.insert(0, _OtherModels())
 sys.meta_path.append(_Finder())  # after the others: a package that is installed is used

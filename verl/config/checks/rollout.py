@@ -193,7 +193,7 @@ def check_router_replay(config: Config) -> Iterator[Problem]:
 
 def rollout_notes(config: Config) -> Iterator[str]:
     """Settings of generation that are valid but may be surprising."""
-    policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    rollout = config.actor_rollout_ref.rollout
     val, buckets = rollout.val_kwargs, rollout.checkpoint_engine
     if rollout.mode == "sync":
         yield f"{_ROLLOUT}mode: sync is the same as async"
@@ -201,8 +201,6 @@ def rollout_notes(config: Config) -> Iterator[str]:
         yield f"{_ROLLOUT}val_kwargs.temperature={val.temperature} has no effect with do_sample=false"
     if val.n > 1 and not val.do_sample:
         yield f"{_ROLLOUT}val_kwargs.n={val.n} with do_sample=false generates {val.n} equal responses per prompt"
-    if rollout.lora_sync != "auto" and not policy.model.has_adapters:
-        yield f"{_ROLLOUT}lora_sync={rollout.lora_sync} has no effect without LoRA"
     if buckets != type(buckets)() and not has_separate_rollout(config):
         key = f"{_ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes"
         yield f"{key} has no effect where the rollout engine runs in the process of the trainer"

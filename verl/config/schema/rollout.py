@@ -239,11 +239,6 @@ class RolloutConfig(RolloutEngineConfig):
     weight_sync: Literal["auto", "in_process", "replica", "reshard", "collective"] = field(
         "auto", "how weights reach the rollout engine; auto: chosen by placement and engine"
     )
-    lora_sync: Literal["auto", "merged", "adapters"] = field(
-        "auto",
-        "what a LoRA run pushes; adapters: the base weights once, then only the adapters; merged: all weights; "
-        "auto: adapters if the engine applies them without merging (vllm, sglang), or takes them in another process",
-    )
     check_every: int = field(
         10,
         "steps between two checks of the rollout's weights, which stop a run with old or wrong ones: the parameters "

@@ -10,14 +10,12 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from verl.config import schema
 from verl.modeling.casting import autocast_dtype
-from verl.modeling.moe import install_routing
 from verl.modeling.positions import batch_positions, position_axes
 from verl.modeling.vision import Media, TextTokens, attention_of, is_vision_config
 from verl.rollout.base import RolloutEngine, RolloutEnv, RolloutStats, SharesWeights
 from verl.rollout.checks import check_request
 from verl.rollout.loading import empty_module, load_module
 from verl.rollout.request import Completion, Request, SamplingParams, StopStrings, batches_of
-from verl.rollout.routed_experts import RECORDING_KEY
 from verl.rollout.sampling import SAMPLING_KEYS, check_finite, choose, uniform
 from verl.utils.device import resolve_dtype
 from verl.weight_sync import ModuleReceiver
@@ -74,14 +72,9 @@ class HFRollout(RolloutEngine):
         max_rows: max rows per `generate` call of transformers; limits the memory of the KV cache.
         compute_dtype: dtype of the forward pass, if different from the parameters.
         weights: receiver of the module's weights, if they are not shared with the trainer.
-        records: report the experts that the routers choose (`Completion.routed_experts`).
-
-    Raises:
-        ValueError: there are no experts to record.
     """
 
     sampling_keys = SAMPLING_KEYS
-    records_routing = True
 
     def __init__(
         self,
@@ -90,12 +83,8 @@ class HFRollout(RolloutEngine):
         max_rows: int = 1024,
         compute_dtype: torch.dtype | None = None,
         weights: ModuleReceiver | None = None,
-        records: bool = False,
     ):
         self.module = module
-        self.routing = install_routing(module) if records else None
-        if records and self.routing is None:
-            raise ValueError(f"{RECORDING_KEY}: {type(module).__name__} is not a mixture of experts: use false")
         self.pad_token_id = pad_token_id
         self.max_rows = max_rows
         self.autocast_to = autocast_dtype(module.dtype, compute_dtype)  # the trainer's module may cast at use instead
@@ -211,9 +200,8 @@ class HFRollout(RolloutEngine):
         images, embedded = self._images(requests, ids, mask)
         stops = [request.params.stop for request in requests]
         criteria = StoppingCriteriaList([_StopText(stops, width)]) if any(stops) else None
-        recording = nullcontext() if self.routing is None else self.routing.logging()
         autocast = torch.autocast(device.type, self.autocast_to, enabled=self.autocast_to is not None)
-        with autocast, embedded, recording as calls:
+        with autocast, embedded:
             output = self.module.generate(
                 images.pop("input_ids", ids),
                 attention_mask=mask,
@@ -225,19 +213,7 @@ class HFRollout(RolloutEngine):
         log_probs = torch.stack(sampler.log_probs, 1).tolist()
         self.stats.steps += output.shape[1]
         every = zip(output.tolist(), log_probs, requests)
-        completions = [self._truncate(tokens, lps, request.params) for tokens, lps, request in every]
-        if calls is not None:
-            routed_experts = self._routed_experts(calls, len(prompts))  # (b, tokens - 1, layers, k)
-            for prompt, completion, choices in zip(prompts, completions, routed_experts):
-                first, end = width - len(prompt), width + len(completion.token_ids) - 1
-                completion.routed_experts = choices[first:end].numpy()
-        return completions
-
-    def _routed_experts(self, calls: list[torch.Tensor], rows: int) -> torch.Tensor:
-        """The choices of all forward passes of `generate`, in order of the tokens. calls: of every layer of each."""
-        layers = self.routing.layers
-        passes = [torch.stack(calls[at : at + layers], 1) for at in range(0, len(calls), layers)]
-        return torch.cat([choices.unflatten(0, (rows, -1)) for choices in passes], 1).to("cpu", torch.int16)
+        return [self._truncate(tokens, lps, request.params) for tokens, lps, request in every]
 
     def _images(
         self, requests: list[Request], ids: torch.Tensor, mask: torch.Tensor
@@ -296,6 +272,5 @@ def make_hf(
     elif shared is None:
         shared = empty_module(model, dtype, env.device, train_engine.buffers())
         weights = ModuleReceiver(shared)
-    records = isinstance(config, schema.RolloutConfig) and config.enable_rollout_routing_replay
-    options = {"max_rows": config.max_num_seqs, "compute_dtype": dtype, "weights": weights, "records": records}
+    options = {"max_rows": config.max_num_seqs, "compute_dtype": dtype, "weights": weights}
     return HFRollout(shared, env.pad_token_id, **options)

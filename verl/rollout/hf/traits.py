@@ -10,5 +10,4 @@ TRAITS = EngineTraits(
     own_scheduler=False,
     tensor_parallel=False,
     shares_weights=True,
-    merges_adapters=True,
 )

@@ -11,7 +11,6 @@ TRAITS = EngineTraits(
     batch_invariant=True,
     fp8=True,
     shares_weights=True,
-    merges_adapters=True,
     joins_training_groups=True,
     check_model="verl.rollout.native.factory:check_model",
 )

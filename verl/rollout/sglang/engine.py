@@ -14,7 +14,6 @@ from verl.rollout.base import RolloutEngine
 from verl.rollout.engine_copy import CopyRollout, EngineCopy
 from verl.rollout.request import FILTERS, Completion, Request, SamplingParams
 from verl.rollout.sampling import filter_logits
-from verl.rollout.sglang.images import MediaReader
 from verl.rollout.sglang.service import Job, Service
 from verl.rollout.sglang.weights import FollowerReceiver, SglangMemory, SglangReceiver
 from verl.utils.rng import fork_seed
@@ -22,13 +21,12 @@ from verl.utils.rng import fork_seed
 _FILTER_KEYS = ("temperature", *FILTERS)
 
 
-def arguments_of(job: Job, records: bool = False, media: MediaReader | None = None) -> dict[str, Any]:
+def arguments_of(job: Job, records: bool = False) -> dict[str, Any]:
     """Arguments of `Engine.async_generate` that continue the tokens of a job.
 
     Args:
         job: the request, and its tokens so far.
         records: report the experts that the routers choose.
-        media: makes the images of prompts; None for a text model.
     """
     request, params, stops = job.request, job.request.params, list(job.request.params.active_stop_ids)
     sampling: dict[str, Any] = {
@@ -44,9 +42,6 @@ def arguments_of(job: Job, records: bool = False, media: MediaReader | None = No
         "return_logprob": True,
         "stream": params.stop is not None,
     }
-    if request.has_images:
-        images = media.read(request.prompt_ids, request.multi_modal_inputs, len(job.token_ids), request.continued)
-        arguments["image_data"] = [images]
     if records:
         arguments["return_routed_experts"] = True
     if params.filters:
@@ -79,20 +74,11 @@ class SglangRollout(CopyRollout):
         service: runs the requests.
         memory: GPU memory of the engine.
         receiver: its receiver of weights.
-        media: makes the images of prompts; None for a text model.
     """
 
-    def __init__(
-        self,
-        copy: EngineCopy,
-        service: Service,
-        memory: SglangMemory,
-        receiver: SglangReceiver,
-        media: MediaReader | None = None,
-    ):
+    def __init__(self, copy: EngineCopy, service: Service, memory: SglangMemory, receiver: SglangReceiver):
         super().__init__(copy, service, memory)
         self.service = service
-        self.media = media
         self._receiver = receiver
 
     def submit(self, requests: Sequence[Request], is_batch: bool) -> "list[Future[Completion]]":
@@ -103,20 +89,12 @@ class SglangRollout(CopyRollout):
     def follow(self) -> None:
         """Does nothing: SGLang's own processes compute together."""
 
-    def check(self, name: str, request: Request) -> None:
-        super().check(name, request)
-        if self.media is not None:
-            self.media.check(name, request)
-
 
 class SglangFollower(RolloutEngine):
     """The other ranks of a tensor-parallel group: SGLang's processes on their devices belong to rank 0."""
 
     supports_tensor_parallel = True
     records_routing = True  # rank 0 reports them
-
-    def __init__(self, receiver: FollowerReceiver | None = None) -> None:
-        self._receiver = receiver or FollowerReceiver()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Not supported on this rank. Raises ValueError."""
@@ -126,7 +104,7 @@ class SglangFollower(RolloutEngine):
         """Does nothing: SGLang's own processes compute together."""
 
     def receiver(self) -> FollowerReceiver:
-        return self._receiver
+        return FollowerReceiver()
 
 
 # ---- filters ---------------------------------------------------------------------------------------------------------

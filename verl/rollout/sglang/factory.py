@@ -6,16 +6,13 @@ from functools import partial
 import numpy as np
 
 from verl.config import schema
-from verl.rollout.adapters import applied_layers
 from verl.rollout.base import RolloutEngine, RolloutEnv, SharesWeights
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.external import check_not_deterministic
-from verl.rollout.sglang.adapters import FollowerAdapterReceiver, lora_args, make_receiver, obstacles, with_adapter
 from verl.rollout.sglang.engine import SglangFollower, SglangRollout, arguments_of, decode_experts
-from verl.rollout.sglang.images import MediaReader, take_processed
 from verl.rollout.sglang.service import FailureHandler, Service, start_engine
 from verl.rollout.sglang.settings import engine_args, probe
-from verl.rollout.sglang.weights import SglangMemory
+from verl.rollout.sglang.weights import SglangMemory, SglangReceiver
 
 
 def make_sglang(
@@ -32,32 +29,21 @@ def make_sglang(
             `rollout.deterministic`.
     """
     check_not_deterministic(config)
-    if env.tp_rank > 0 and env.adapted_layers is None:
-        return SglangFollower()
-    on_gpu = env.device.type == "cuda"
-    capabilities = probe(on_gpu)
-    copy = EngineCopy.from_arguments(config, model, env, train_engine)
-    adapted = applied_layers("sglang", config, env, partial(obstacles, copy, env))
     if env.tp_rank > 0:
-        return SglangFollower(None if adapted is None else FollowerAdapterReceiver())
+        return SglangFollower()
+    capabilities = probe(env.device.type == "cuda")
+    copy = EngineCopy.from_arguments(config, model, env, train_engine)
     experts = _decoder(copy)
     args = engine_args(copy, env, capabilities)
-    if adapted is not None:
-        args = lora_args(adapted, on_gpu, memory_saver=args["enable_memory_saver"]) | args
-    media = MediaReader(copy.hf_config) if copy.reads_images else None
-    arguments, on_failure = partial(arguments_of, records=copy.records, media=media), FailureHandler()
-    if adapted is not None:
-        arguments = partial(with_adapter, arguments)
+    arguments, on_failure = partial(arguments_of, records=copy.records), FailureHandler()
     engine = start_engine(args, on_failure)
-    if media is not None:
-        take_processed(engine, copy.hf_config)
     service = on_failure.service = Service(engine, capabilities, arguments, experts)
     memory = SglangMemory(service, saves=bool(args["enable_memory_saver"]))
-    receiver = make_receiver(service, adapted, memory, copy, device=env.device, ranks=env.tp_size)
+    receiver = SglangReceiver(service, memory, copy, device=env.device, ranks=env.tp_size)
     if args["enable_memory_saver"]:
         receiver.prepare_release()
     copy.fill(receiver)
-    return SglangRollout(copy, service, memory, receiver, media)
+    return SglangRollout(copy, service, memory, receiver)
 
 
 def _decoder(copy: EngineCopy) -> Callable[[str], np.ndarray] | None:

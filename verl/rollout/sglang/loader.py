@@ -5,36 +5,31 @@ exception would end the scheduler, and with it the trainer's process. So the out
 trainer reads (`check_outcomes`). Whether SGLang computes with the weights is the question of the trainer's canary.
 """
 
-import gc
 import json
 import os
 import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from verl.rollout.expert_names import ExpertNames
-from verl.rollout.sglang.images import forget_features
 from verl.weight_sync.verify import sum_of_bits
 
 #: name of the instruction in a bucket: JSON as (n,) uint8
 INSTRUCTION = "verl.instruction"
 
 
-def instruction(outcome: Path, sums: Mapping[str, int], adapter: dict[str, Any] | None = None) -> torch.Tensor:
+def instruction(outcome: Path, sums: Mapping[str, int]) -> torch.Tensor:
     """The instruction of one call.
 
     Args:
         outcome: prefix of the files for the outcomes; the rank is appended.
         sums: name -> sum of the bits of every tensor in the bucket.
-        adapter: the tensors are those of an adapter, see `load_adapter`.
     """
-    order = {"outcome": str(outcome), "sums": sums, "adapter": adapter}
+    order = {"outcome": str(outcome), "sums": sums}
     return torch.frombuffer(bytearray(json.dumps(order).encode()), dtype=torch.uint8)
 
 
@@ -68,12 +63,9 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
     try:
         wait_before_unmapping()
         check_received(weights, order["sums"])
-        if order["adapter"] is not None:
-            load_adapter(model, order["adapter"], dict(weights))
-        elif weights:
+        if weights:
             names = ExpertNames({name for name, _ in model.named_parameters()})
             model.load_weights(item for name, tensor in weights for item in names.unfused(name, tensor))
-            forget_features()
         if content.is_cuda:
             torch.cuda.synchronize()  # the trainer uses the memory again
     except Exception as raised:
@@ -110,40 +102,3 @@ def wait_before_unmapping() -> None:
         pause(tag=tag)
 
     saver.pause = waiting
-
-
-# ---- adapters --------------------------------------------------------------------------------------------------------
-
-
-@cache
-def lora_manager(model: nn.Module) -> Any:
-    """SGLang's LoRA manager for a model, which the model does not refer to."""
-    from sglang.srt.lora.lora_manager import LoRAManager
-
-    return next(each for each in gc.get_objects() if type(each) is LoRAManager and each.base_model is model)
-
-
-def load_adapter(model: nn.Module, adapter: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Replace the adapter, and write it to the buffers that SGLang multiplies with.
-
-    Args:
-        model: SGLang's model.
-        adapter: its name, rank and modules.
-        tensors: its matrices by PEFT name. The factor of B A is 1.
-    """
-    from sglang.srt.lora.lora_registry import LoRARef
-
-    manager, name, rank = lora_manager(model), adapter["name"], adapter["rank"]
-    reference = LoRARef(lora_id=name, lora_name=name, lora_path=name, pinned=False)
-    if name in manager.loras:
-        _check(manager.unload_lora_adapter(reference))
-    config = {"r": rank, "lora_alpha": rank, "target_modules": adapter["modules"], "peft_type": "LORA"}
-    copies = {key: tensor.clone() for key, tensor in tensors.items()}  # the trainer uses the memory again
-    _check(manager.load_lora_adapter_from_tensors(reference, copies, config))
-    manager.fetch_new_loras({name})
-
-
-def _check(result: Any) -> None:
-    """Raise ValueError if SGLang reports a failure."""
-    if not result.success:
-        raise ValueError(result.error_message)

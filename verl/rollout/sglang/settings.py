@@ -14,7 +14,6 @@ from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.external import (
     FREE_SHARE,
-    LORA,
     cache_bytes_per_token,
     check_engine_kwargs,
     granted_memory,
@@ -24,7 +23,6 @@ from verl.rollout.external import (
 )
 from verl.rollout.request import SEARCH_INTERVAL
 from verl.rollout.routed_experts import check_records
-from verl.rollout.sglang.images import check_model
 from verl.rollout.sglang.traits import TRAITS
 from verl.utils.rng import fork_seed
 
@@ -91,13 +89,12 @@ _NOT_SUPPORTED = {
     "stream_output": "the adapter searches for stop strings in streamed responses",
     "custom_sigquit_handler": "an error of a process of SGLang is raised in the trainer",
     "weight_version": "it is the number of completed training steps",
-    "enable_weights_cpu_backup": "it is on with rollout.lora_sync=adapters, whose base weights are sent once",
+    "enable_weights_cpu_backup": "the trainer pushes the weights again before they are used",
     "moe_runner_backend": "weights of experts are loaded in the layout of SGLang's Triton kernels",
     "pp_size": "use rollout.tensor_model_parallel_size",
     "dp_size": "every group of rollout ranks has its own engine",
     "nnodes": "a tensor-parallel group is on one node",
     "speculative_algorithm": "its draft model would not be trained",
-    **dict.fromkeys(("lora_paths", "max_loras_per_batch", "max_loaded_loras"), LORA),
 }
 #: arguments that take precedence over `disable_cuda_graph`, or compile
 _NOT_EAGER = ("cuda_graph_config", "cuda_graph_backend_decode", "cuda_graph_backend_prefill", "enable_torch_compile")
@@ -171,8 +168,6 @@ def engine_args(copy: EngineCopy, env: RolloutEnv, capabilities: Capabilities) -
         "custom_weight_loader": ["verl.rollout.sglang.loader.load"],
         "log_level": "error",
     }
-    if copy.reads_images:
-        check_model(copy.hf_config)
     if copy.model.override_config:
         args["json_model_override_args"] = json.dumps(dict(copy.model.override_config))
     args |= _expert_args(copy, on_gpu, capabilities)

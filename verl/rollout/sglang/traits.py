@@ -23,5 +23,5 @@ TRAITS = EngineTraits(
     own_scheduler=True,
     own_memory_share=True,
     own_process=True,
-    images=("qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+    images=(),
 )

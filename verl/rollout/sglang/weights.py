@@ -1,15 +1,13 @@
 """Loads the trainer's weights into SGLang's processes, and manages the memory of the engine."""
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from verl.rollout.engine_copy import EngineCopy, EngineMemory, EngineReceiver
-from verl.rollout.sglang.images import published_names
 from verl.rollout.sglang.loader import INSTRUCTION, check_outcomes, instruction, sums_of_bits
 from verl.rollout.sglang.service import Service
 from verl.weight_sync.base import check_parameters
@@ -17,9 +15,7 @@ from verl.weight_sync.buckets import BUCKET_BYTES, pack
 
 
 class SglangMemory(EngineMemory):
-    """Frees weights and KV cache by SGLang's memory saver.
-
-    Weights are lost, unless SGLang copies them to the CPU (`enable_weights_cpu_backup`).
+    """Frees weights and KV cache by SGLang's memory saver. Weights are lost.
 
     Args:
         service: the engine.
@@ -74,9 +70,8 @@ class SglangReceiver(EngineReceiver):
         self._sessions = service.capabilities.update_sessions
 
     @torch.no_grad()
-    def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, is_last: bool = True) -> None:
-        """See `WeightReceiver.receive`. Parameters are cast to the engine's dtype. is_last: whether the engine may
-        generate after it.
+    def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See `WeightReceiver.receive`. Parameters are cast to the engine's dtype.
 
         Requests of `generate_one` may be running: they continue with the new weights if SGLang can interrupt them;
         otherwise the push begins when they are finished.
@@ -84,15 +79,14 @@ class SglangReceiver(EngineReceiver):
         Raises:
             ValueError: unknown, repeated or missing parameters, another shape, or weights that SGLang did not load.
         """
-        with tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder, self._updating(version, is_last=is_last):
-            named = published_names(check_parameters(weights, self.shapes, version))
+        with tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder, self._updating(version):
+            named = check_parameters(weights, self.shapes, version)
             # `_send` returns when the scheduler has loaded the bucket
             for bucket in pack(named, device=self._device, dtype=self._dtype, bucket_bytes=BUCKET_BYTES):
-                parameters = [*bucket.parameters()]
-                self._send(parameters, sums_of_bits(parameters), Path(folder))
+                self._send([*bucket.parameters()], Path(folder))
             if self._device.type == "cuda":
                 torch.cuda.ipc_collect()
-            self._send([], {}, Path(folder), version)
+            self._send([], Path(folder), version)
 
     @contextmanager
     def _session(self, version: int | None = None, running: None = None) -> Iterator[None]:
@@ -114,26 +108,15 @@ class SglangReceiver(EngineReceiver):
             self._service.exclusive("the first call"),
             self._session(),
         ):
-            self._send([], {}, Path(folder))
+            self._send([], Path(folder))
 
-    def _send(
-        self,
-        tensors: list[tuple[str, torch.Tensor]],
-        sums: Mapping[str, int],
-        folder: Path,
-        version: int | None = None,
-        adapter: dict[str, Any] | None = None,
-    ) -> None:
-        """Load weights, or the tensors of an adapter (`load_adapter`), in every rank.
-
-        sums: name -> sum of the bits, which every rank compares with what it has received. version: of the push, on its
-        last call.
-        """
+    def _send(self, tensors: list[tuple[str, torch.Tensor]], folder: Path, version: int | None = None) -> None:
+        """Load weights in every rank. version: of the push, on its last call."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
         outcome, is_last = folder / "outcome", version is not None
-        order = instruction(outcome, sums, adapter).to(self._device)
+        order = instruction(outcome, sums_of_bits(tensors)).to(self._device)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the other processes do not know this stream
         content = [*tensors, (INSTRUCTION, order)]

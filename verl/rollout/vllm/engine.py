@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from verl.rollout.adapters import AdaptedLayers
 from verl.rollout.checks import unexpanded_prompt
 from verl.rollout.engine_copy import CopyRollout, EngineCopy, EngineMemory
 from verl.rollout.request import Completion, Request
-from verl.rollout.vllm.adapters import VllmAdapterReceiver, lora_request
 from verl.rollout.vllm.stepping import Channel, Job, Stepper
 from verl.rollout.vllm.weights import VllmReceiver
 from verl.utils.rng import fork_seed
@@ -37,7 +35,6 @@ class VllmRollout(CopyRollout):
         device: device of the engine.
         channel: to the other ranks of the tensor-parallel group; None without them.
         recorded_layers: the layers with experts, if completions have `routed_experts`.
-        adapted_layers: the layers whose LoRA adapters vLLM applies; None: weights are merged.
     """
 
     def __init__(
@@ -49,7 +46,6 @@ class VllmRollout(CopyRollout):
         device: torch.device,
         channel: Channel | None = None,
         recorded_layers: list[int] | None = None,
-        adapted_layers: AdaptedLayers | None = None,
     ):
         self.llm = llm
         self.device = device
@@ -60,14 +56,9 @@ class VllmRollout(CopyRollout):
             lambda: self.weight_version,
             channel,
             recorded_layers,
-            None if adapted_layers is None else lora_request(),
         )
         super().__init__(copy, self.stepper, VllmMemory(llm, sleeps))
-        self._receiver = (
-            VllmReceiver(self, copy.shapes, filled=copy.reads_files)
-            if adapted_layers is None
-            else VllmAdapterReceiver(self, copy.shapes, filled=False, layers=adapted_layers)
-        )
+        self._receiver = VllmReceiver(self, copy.shapes, filled=copy.reads_files)
 
     @property
     def steps(self) -> int:

@@ -4,7 +4,6 @@ import uuid
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ import torch
 import torch.distributed as dist
 
 from verl.config import schema
-from verl.rollout.adapters import applied_layers
 from verl.rollout.base import RolloutEnv, SharesWeights
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.external import check_not_deterministic
-from verl.rollout.vllm.adapters import lora_args, obstacles
 from verl.rollout.vllm.engine import VllmRollout
 from verl.rollout.vllm.settings import engine_args, join_process_group, known_arguments, launcher_variables
 from verl.utils.rng import rng_state, set_rng_state
@@ -33,16 +30,13 @@ def make_vllm(
 
     Raises:
         ImportError, ValueError: vLLM is not installed or too old, settings that contradict each other,
-            `rollout.deterministic`, choices of experts that vLLM does not report, or adapters that it cannot apply.
+            `rollout.deterministic`, or choices of experts that vLLM does not report.
     """
     check_not_deterministic(config)
     known = known_arguments()
     copy = EngineCopy.from_arguments(config, model, env, train_engine)
     layers = copy.recorded_layers()
     args = engine_args(copy, env, known)
-    adapted = applied_layers("vllm", config, env, partial(obstacles, copy))
-    if adapted is not None:
-        args |= lora_args(adapted)
     join_process_group(env)
     engine = VllmRollout(
         _make_llm(args, env, copy.has_experts),
@@ -51,7 +45,6 @@ def make_vllm(
         device=env.device,
         channel=_Group() if env.tp_size > 1 else None,
         recorded_layers=layers,
-        adapted_layers=adapted,
     )
     copy.fill(engine.receiver())
     return engine

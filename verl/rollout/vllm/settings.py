@@ -13,7 +13,6 @@ import torch.distributed as dist
 from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.external import (
-    LORA,
     cache_bytes_per_token,
     check_engine_kwargs,
     granted_memory,
@@ -73,8 +72,6 @@ _NOT_SUPPORTED = {
     "distributed_executor_backend": "the engine runs in the rollout processes",
     "generation_config": "sampling parameters are those of the rollout section",
     "moe_backend": "weights of experts are loaded in the layout of vLLM's Triton kernels",
-    "max_loras": LORA,
-    "max_cpu_loras": LORA,
     "speculative_config": "its draft model would not be trained",
 }
 _PAGE = 128  # tokens; vLLM's block size on a CPU

@@ -74,7 +74,6 @@ class Stepper(EngineRequests):
         version: the current weight version.
         channel: to the other ranks of the tensor-parallel group; None without them.
         recorded_layers: the layers with experts, if completions have `routed_experts`.
-        lora_request: names the adapter of every request; None: without adapters.
     """
 
     def __init__(
@@ -85,11 +84,9 @@ class Stepper(EngineRequests):
         version: Callable[[], int],
         channel: Channel | None = None,
         recorded_layers: list[int] | None = None,
-        lora_request: Any = None,
     ):
         super().__init__("vllm")
         self._engine = engine
-        self._arguments = {} if lora_request is None else {"lora_request": lora_request}
         self._sampling = sampling
         self._prepare = prepare
         self._version = version
@@ -199,7 +196,7 @@ class Stepper(EngineRequests):
         """The step that all ranks take."""
         self._forget(removed)
         for key, request, streams in new:
-            self._engine.add_request(key, prompt_of(request), self._sampling(request, streams), **self._arguments)
+            self._engine.add_request(key, prompt_of(request), self._sampling(request, streams))
         self.steps += 1
         return self._engine.step() if self._engine.has_unfinished_requests() else []
 

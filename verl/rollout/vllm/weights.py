@@ -95,13 +95,10 @@ def engine_model(llm: Any) -> nn.Module:
 
 
 class ParameterNames:
-    """Names of the parameters of vLLM's model for those of HuggingFace. vLLM fuses some, such as q, k and v.
-
-    Layers with adapters have the names of those without.
-    """
+    """Names of the parameters of vLLM's model for those of HuggingFace. vLLM fuses some, such as q, k and v."""
 
     def __init__(self, model: nn.Module):
-        self.parameters = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters()}
+        self.parameters = dict(model.named_parameters())
         self.experts = ExpertNames(self.parameters)
         # of a vision-language model, the language model may have the mapping
         packed = [dict(getattr(m, "packed_modules_mapping", None) or {}) for m in reversed([*model.modules()])]

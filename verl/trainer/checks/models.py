@@ -18,7 +18,6 @@ from verl.engines.quantization import check_quantization
 from verl.engines.traits import strategy_traits
 from verl.modeling.huggingface import experts_of, model_source, read_config
 from verl.registry import load_object
-from verl.rollout.base import check_sampling_keys
 from verl.rollout.checks import check_images
 from verl.rollout.traits import engine_traits
 from verl.trainer.checks.preflight import Run
@@ -44,12 +43,6 @@ def check_models(run: Run) -> None:
         return
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward.reward_model
     check_model(policy.model, "causal_lm")
-    sends_adapters = policy.rollout.lora_sync == "adapters" and policy.model.has_adapters
-    if sends_adapters and loading.adapter_config(policy.model) is None:
-        raise ValueError(
-            "rollout.lora_sync=adapters: adapters of experts, and of layers with transposed weights, are pushed "
-            "merged: use merged"
-        )
     check_moe(config)
     deterministic, replays = policy.rollout.deterministic, _replays_routing(policy)
     placed = pools_of(config, roles_of(config)).values()
@@ -215,7 +208,6 @@ class ModelLimits:
     def check_engine(self, rollout: schema.RolloutEngineConfig) -> None:
         """Raise ValueError if the rollout engine does not support the architecture, or cannot split it over ranks."""
         traits = engine_traits(rollout.name)
-        check_sampling_keys(rollout, rollout.name, traits.sampling_keys)
         if self.hf_config is not None:
             check_images(traits, self.hf_config)
         if traits.check_model:

@@ -84,10 +84,10 @@ class RolloutWeights:
         if self._is_connected:
             return
         actor, rollout = self.roles["actor"], self.roles["rollout"]
-        accepts_adapters = all(rollout.accepts_adapters())
+        rollout.check_receiver()
         address, size = actor.transfer_address(), 1 + rollout.world_size
         _get_all(
-            actor.submit("connect_to_rollout", address, size, accepts_adapters),
+            actor.submit("connect_to_rollout", address, size),
             rollout.submit("connect_to_actor", address, size),
         )
         self._is_connected = True

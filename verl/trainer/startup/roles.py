@@ -5,7 +5,6 @@ from typing import Any
 
 from verl.config import schema
 from verl.rollout.request import stop_strings
-from verl.rollout.traits import engine_traits
 from verl.single_controller import WorkerSpec
 from verl.single_controller.cluster import ResourcePool, format_devices, place_roles
 from verl.trainer.ppo.flow import needs_critic, needs_reference
@@ -51,12 +50,9 @@ def worker_specs(
     }
     specs = {"actor": WorkerSpec(ActorWorker, actor | generation)}
     if "rollout" in roles:
-        from verl.engines.loading import adapter_config
         from verl.workers.rollout.worker import RolloutWorker
 
         rollout = {"model": policy.model, "rollout": policy.rollout, "train_dtype": policy.actor.engine.dtype}
-        merges = engine_traits(policy.rollout.name).merges_adapters
-        rollout["adapters"] = None if merges else adapter_config(policy.model)
         rollout["pause_limit"] = _PAUSE_SHARE * config.trainer.worker_timeout
         specs["rollout"] = WorkerSpec(RolloutWorker, rollout | generation | {"timeout": policy.nccl_timeout})
     if "ref" in roles:

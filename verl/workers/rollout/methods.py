@@ -12,7 +12,6 @@ from verl.rollout.request import Completion
 from verl.rollout.traits import engine_traits
 from verl.single_controller.dispatch import Coordinates, Dispatch, register
 from verl.single_controller.worker import Worker
-from verl.weight_sync.base import AdapterConfig
 
 if TYPE_CHECKING:
     from verl.workers.rollout.role import Rollout
@@ -76,13 +75,11 @@ def rollout_env(
     pad_token_id: int,
     compute_dtype: torch.dtype | None,
     training: schema.EngineConfig | schema.MegatronConfig | None = None,
-    adapters: AdapterConfig | None = None,
 ) -> RolloutEnv:
     """The `RolloutEnv` of a worker.
 
     Args:
         training: how training on the same devices is sharded; None: the rollout has its own devices.
-        adapters: the configuration of the trained adapters, if there are any.
     """
     size = config.tensor_model_parallel_size
     if worker.world_size % size:
@@ -94,12 +91,7 @@ def rollout_env(
         stride = _stride(size, training, worker.world_size, worker.rank_env.local_world_size)
     ranks = worker.rank, worker.world_size, worker.local_rank
     tp_rank = worker.rank // stride % size
-    adapted = None
-    if adapters is not None:
-        from verl.rollout.adapters import AdaptedLayers
-
-        adapted = AdaptedLayers.from_config(adapters)
-    return RolloutEnv(*ranks, device, pad_token_id, compute_dtype, tp_rank, size, stride, adapted)
+    return RolloutEnv(*ranks, device, pad_token_id, compute_dtype, tp_rank, size, stride)
 
 
 def _stride(size: int, training: schema.EngineConfig | schema.MegatronConfig, ranks: int, on_host: int) -> int:

@@ -4,7 +4,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,24 +27,6 @@ if TYPE_CHECKING:
 #: columns that make up a prompt; the others are passed to the agent loop
 _PROMPT_COLUMNS = ("prompt_ids", "uid", "sample_index")
 _ROUNDING = 1e-2  # by which a log-prob may exceed 0
-
-
-class CastWeightSource:
-    """A view of the weights of a training engine, cast to the dtype of the rollout, for a weight sync.
-
-    dtype None: not cast. Adapters are not cast.
-    """
-
-    def __init__(self, engine: TrainEngine, dtype: torch.dtype | None):
-        self.engine = engine
-        self.weights = partial(engine.rollout_weights, dtype)
-        self.base_weights = partial(engine.base_weights, dtype)
-        self.shard_layout = engine.shard_layout
-        self.shards = engine.shards
-        self.rollout_weights = engine.rollout_weights
-        self.replicas = engine.replicas
-        self.adapter_config = engine.adapter_config
-        self.adapter_weights = engine.adapter_weights
 
 
 class Rollout:
@@ -96,8 +77,7 @@ class Rollout:
                 self.config.weight_sync,
                 self.engine,
                 self.env.device,
-                lora_sync=self.config.lora_sync,
-                has_adapters=self.train_engine.adapter_config() is not None,
+                dtype=self.env.compute_dtype,
                 bucket_bytes=bucket_bytes(self.config),
                 has_shards=self.train_engine.shard_layout() is not None,
                 prefers_shards=self.train_engine.gathers_one_by_one,
@@ -106,7 +86,7 @@ class Rollout:
         if self.engine.receiver() is None and not self._uses_weights:
             self._used_weights.enter_context(self.train_engine.on_device())
             self._uses_weights = True
-        return self._sync.push(CastWeightSource(self.train_engine, self.env.compute_dtype), version)
+        return self._sync.push(self.train_engine, version)
 
     def has_compared_weights(self) -> bool:
         """Whether the weights of a checked push cannot be old: the engine generates with the trainer's parameters, or

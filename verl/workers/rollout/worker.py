@@ -12,8 +12,7 @@ from verl.engines.parallel import init_process_group, reduce_values
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.utils.device import resolve_device, resolve_dtype
-from verl.weight_sync import AdapterReceiver, SyncReport, TransferGroup, receive_collective
-from verl.weight_sync.base import AdapterConfig
+from verl.weight_sync import SyncReport, TransferGroup, receive_collective
 from verl.workers.rollout.methods import NO_TIMEOUT, RolloutMethods, rollout_env
 from verl.workers.rollout.role import Rollout
 from verl.workers.rollout.service import FollowingService, GenerationService
@@ -25,7 +24,6 @@ class RolloutWorker(RolloutMethods):
     Args:
         train_dtype: `fsdp_config.dtype` of the actor; None without training.
         timeout: of collectives, in seconds.
-        adapters: the configuration of the adapters that the actor trains, if there are any.
         pause_limit: seconds that `pause_generation` may take: less than the controller waits, whose error does not say
             what the rollout waits for.
         **generation: stop_token_ids, stop and tokenizer, as for `Rollout`.
@@ -40,7 +38,6 @@ class RolloutWorker(RolloutMethods):
         pad_token_id: int,
         train_dtype: str | None = None,
         timeout: float | None = None,
-        adapters: AdapterConfig | None = None,
         pause_limit: float = math.inf,
         **generation: Any,
     ):
@@ -48,7 +45,7 @@ class RolloutWorker(RolloutMethods):
         if on.type == "cuda":
             torch.cuda.set_device(on)  # Triton launches kernels on the current device
         dtype = None if train_dtype is None else resolve_dtype(train_dtype, on)
-        env = rollout_env(self, rollout, on, pad_token_id, dtype, adapters=adapters)
+        env = rollout_env(self, rollout, on, pad_token_id, dtype)
         if env.tp_size > 1:
             init_process_group(on, timeout)
         if train_dtype is None and model.lora_adapter_path is None:
@@ -69,15 +66,13 @@ class RolloutWorker(RolloutMethods):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def accepts_adapters(self) -> bool:
-        """Whether the engine accepts LoRA adapters. Raises ValueError if it accepts no weights."""
-        receiver = self.rollout.engine.receiver()
-        if receiver is None:
+    def check_receiver(self) -> None:
+        """Raise ValueError if the engine accepts no weights."""
+        if self.rollout.engine.receiver() is None:
             raise ValueError(
                 f"rollout.name={self.rollout.config.name} has no receiver() and cannot receive weights: "
                 "set placement.rollout_devices=null"
             )
-        return isinstance(receiver, AdapterReceiver)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_to_actor(self, address: tuple[str, int], size: int) -> None:
