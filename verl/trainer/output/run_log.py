@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from verl.agents import SINGLE_TURN
-from verl.checkpoints.atomic import set_aside_irregular
 from verl.config import differences, schema, to_flat_dict
 from verl.protocol import DataProto
 from verl.tracking.console import TrainingProgress
@@ -84,7 +83,6 @@ def _curves(folder: Path) -> str:
         return ""
     picture = folder / "curves.png"
     try:
-        set_aside_irregular(picture)
         path = save_curves(folder / "metrics.jsonl", picture)
     except OSError as error:
         logger.warning("%s cannot be written: %s", picture, error)
