@@ -161,7 +161,6 @@ def test_functions_under_public_names(tmp_path):
     from types import SimpleNamespace
 
     from verl.trainer.ppo.reward import get_custom_reward_fn
-
     from verl.utils.py_functional import timeout_limit
 
     (tmp_path / "reward.py").write_text("def f(a, b=0):\n    return a + b\n")

@@ -220,12 +220,6 @@ def test_replace_sets_columns_and_changes_their_kind():
 @pytest.mark.parametrize(
     ("item", "expected"),
     [
-        (slice(1, 3), [1, 2]),
-        (slice(None, None, 2), [0, 2, 4]),
-        (slice(None, None, -1), [4, 3, 2, 1, 0]),
-        (slice(-2, None), [3, 4]),
-        (slice(3, 99), [3, 4]),
-        (slice(3, 1), []),
         ([4, 0, 0], [4, 0, 0]),
         ([-1, -5], [4, 0]),
         (np.array([1, 2], dtype=np.uint8), [1, 2]),
@@ -238,8 +232,7 @@ def test_replace_sets_columns_and_changes_their_kind():
 )
 def test_rows_are_chosen_in_every_column(item, expected):
     assert_rows(numbered(5)[item], expected)
-    if not isinstance(item, slice):
-        assert_rows(numbered(5).select_idxs(item), expected)
+    assert_rows(numbered(5).select_idxs(item), expected)
 
 
 @pytest.mark.parametrize(("item", "row"), [(2, 2), (-1, 4), (np.int32(3), 3), (torch.tensor(1), 1)])
@@ -253,20 +246,6 @@ def test_an_integer_gives_an_item_without_the_batch_dimension(item, row):
     assert found.batch["wide"].tolist() == [10.0 * row, 10.0 * row + 1, 10.0 * row + 2]
     assert found.non_tensor_batch["reward_model"] == {"ground_truth": row}
     assert found.non_tensor_batch["ids"] == [row, row + 1] and found.meta_info == {"temperature": 0.7}
-
-
-def test_a_valid_response_length_is_counted_as_reward_managers_of_public_verl_do():
-    batch = DataProto.from_dict(
-        {
-            "prompts": torch.tensor([[0, 5, 6]]),
-            "responses": torch.tensor([[7, 8, 9, 2, 0]]),
-            "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1, 0]]),
-        }
-    )
-    item = batch[0]
-    prompt_length = item.batch["prompts"].shape[-1]
-    length = item.batch["attention_mask"][prompt_length:].sum()
-    assert item.batch["responses"][:length].tolist() == [7, 8, 9, 2]
 
 
 @pytest.mark.parametrize("item", [5, -6, [0, 5], torch.tensor([-6])])
@@ -369,7 +348,8 @@ def test_indexing_agrees_with_a_list(index):
 @quick
 @given(start=st.integers(-8, 8), stop=st.integers(-8, 8), step=st.sampled_from([-3, -1, 1, 2, None]))
 def test_slicing_agrees_with_a_list(start, stop, step):
-    assert_rows(numbered(6).slice(start, stop, step), list(range(6))[start:stop:step])
+    for rows in (numbered(6).slice(start, stop, step), numbered(6)[start:stop:step]):
+        assert_rows(rows, list(range(6))[start:stop:step])
 
 
 # ---- concat ---------------------------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""DataProto on disk, in another process, on another device; and what its operations cost."""
+"""DataProto on disk, in another process, on another device."""
 
 import os
 import pickle
-import time
 
 import numpy as np
 import pytest
@@ -143,41 +142,3 @@ def test_a_refused_operation_leaves_the_batch_unchanged(call):
         call(batch)
     assert_rows(batch, [0, 1, 2, 3])
     assert batch.columns == ("flat", "wide", "flag", "name", "ids")
-
-
-# ---- cost -----------------------------------------------------------------------------------------------------------
-
-
-def milliseconds(call, repetitions: int) -> float:
-    """The best of several runs: what it costs when nothing else uses the machine."""
-    best = float("inf")
-    for _ in range(repetitions):
-        start = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - start)
-    return best * 1e3
-
-
-def test_operations_cost_little():
-    """512 rows x 20 columns: measured 0.01 to 0.3 ms on one core; the limits leave room for slow machines."""
-    rows = 512
-    batch = DataProto.from_dict(
-        {f"t{i}": torch.zeros(rows, 16) for i in range(15)},
-        {f"o{i}": [{"row": j} for j in range(rows)] for i in range(5)},
-    )
-    prompts, other = batch[:64], DataProto.from_dict({f"u{i}": torch.zeros(rows, 16) for i in range(5)})
-    order = torch.randperm(rows)
-    calls = {"union": lambda: batch.union(other), "select": lambda: batch.select(["t1"], ["o1"])}
-    calls |= {"index": lambda: batch[order], "repeat": lambda: prompts.repeat(8), "chunk": lambda: batch.chunk(8)}
-    costs = {name: milliseconds(call, 20) for name, call in calls.items()}
-    assert max(costs.values()) < 3, costs
-
-
-def test_thousands_of_columns_cost_in_proportion():
-    """3,000 columns: a few milliseconds; anything quadratic in the columns takes a second."""
-    batch = DataProto.from_dict({f"c{i}": torch.zeros(4) for i in range(3000)})
-    calls = {"union": lambda: batch.union(batch), "drop": lambda: batch.drop(["c7"])}
-    calls |= {"select": lambda: batch.select(["c7", "c8"]), "index": lambda: batch[[1, 0]]}
-    calls |= {"rename": lambda: batch.copy().rename("c7", "d7"), "concat": lambda: DataProto.concat([batch, batch])}
-    costs = {name: milliseconds(call, 3) for name, call in calls.items()}
-    assert max(costs.values()) < 150, costs

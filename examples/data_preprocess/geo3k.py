@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.data.files import read_rows
-from verl.data.known import GEO3K, geo3k_row
+from verl.data.hub import GEO3K, geo3k_row
 
 SPLITS = ("train", "test")
 IMAGES = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))

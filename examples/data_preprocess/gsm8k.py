@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.data.files import read_rows
-from verl.data.known import GSM8K, gsm8k_row
+from verl.data.hub import GSM8K, gsm8k_row
 
 SPLITS = ("train", "test")
 

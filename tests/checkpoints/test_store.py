@@ -375,13 +375,14 @@ def test_a_damaged_file_of_the_best_checkpoint_is_ignored(tmp_path, text, caplog
     assert store.best() == {"step": 1}
 
 
-def test_killed_at_every_file_system_call(in_memory, caplog):
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_at_every_file_system_call(in_memory, caplog, stride):
     """One forked process per call: a fresh interpreter each time would take the test's time for nothing."""
     fatal, seen = 0, set()
+    prepared(in_memory / "first")
     while True:
-        fatal += 1
-        root = in_memory / str(fatal)
-        prepared(root)
+        fatal += stride
+        root = shutil.copytree(in_memory / "first", in_memory / str(fatal))
         pid = os.fork()
         if pid == 0:
             sys.argv = ["killed", str(root), str(fatal)]
@@ -396,6 +397,7 @@ def test_killed_at_every_file_system_call(in_memory, caplog):
     assert fatal > 60 and seen == {2, 3, 4}
 
 
+@pytest.mark.slow  # at times that nobody chose; the fast ones are those of the test before
 def test_killed_at_random_times_while_saving(tmp_path, caplog):
     program = KILLED.replace("for step in (3, 4, 3):", "import itertools\nfor step in itertools.count(3):")
     rng = random.Random(0)
@@ -455,15 +457,3 @@ def test_a_checkpoint_that_was_moved_behind_a_link_is_used_and_unlinked(tmp_path
     store.prune(1)
     assert not os.path.lexists(store.path(1)) and list(moved.rglob("model.bin"))
     assert store.latest() == store.path(2)
-
-
-@pytest.mark.parametrize("name", [TRACKER, "best_checkpoint.json"])
-def test_a_folder_in_place_of_a_record_is_renamed(tmp_path, name):
-    store = CheckpointStore(tmp_path / "run")
-    save(store, 1)
-    (tmp_path / "run" / name).unlink(missing_ok=True)
-    (tmp_path / "run" / name / "mine").mkdir(parents=True)
-    save(store, 2)
-    store.mark_best({"step": 2})
-    assert (tmp_path / "run" / TRACKER).read_text() == "2" and store.best() == {"step": 2}
-    assert [path.parent.name.startswith(f"{name}.set_aside_") for path in (tmp_path / "run").glob("*/mine")] == [True]

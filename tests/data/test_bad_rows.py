@@ -1,4 +1,4 @@
-"""Bad rows: one message with file and row, and dropped and listed up to data.max_bad_rows."""
+"""Bad rows: one message with file and row, and dropped up to data.max_bad_rows."""
 
 import json
 import re
@@ -86,17 +86,19 @@ def test_bad_rows_are_dropped_up_to_the_limit(tmp_path, char_tokenizer, caplog):
     found = RLHFDataset(path, char_tokenizer, {"max_bad_rows": 2})
     assert [found[i]["index"] for i in range(len(found))] == [0, 2, 4]
     assert [found[i]["prompt_ids"] for i in range(3)] == [char_tokenizer(text).input_ids for text in ("ab", "d", "ab")]
-    assert [row["row"] for row in found.bad_rows] == [1, 3]
-    assert "line 2" in found.bad_rows[0]["place"] and "is missing" in found.bad_rows[0]["reason"]
-    first = r"dropped 2 of 5 rows, which cannot be used; the first: \S*rows.jsonl, line 2"
+    assert [*found.bad_rows] == [1, 3] and re.search("line 2: .* is missing", found.bad_rows[1])
+    first = r"dropped 2 of 5 rows, which cannot be used; .*; the first: \S*rows.jsonl, line 2"
     assert re.search(first, caplog.text)
-    with pytest.raises(BadRowsError, match=r"2 of 5 rows cannot be used, more than data.max_bad_rows=1; the first:\n"):
+    with pytest.raises(
+        BadRowsError,
+        match=r"2 of 5 rows cannot be used, more than data.max_bad_rows=1; .*lists all of them; the first:\n",
+    ):
         RLHFDataset(path, char_tokenizer, {"max_bad_rows": 1})
     with pytest.raises(ValueError, match="line 2"):
         RLHFDataset(path, char_tokenizer)
 
 
-def test_a_run_lists_its_bad_rows(tiny_run, tmp_path):
+def test_a_run_drops_bad_rows_of_its_training_data(tiny_run, tmp_path):
     settings, _ = tiny_run
     good = (tmp_path / "tiny" / "train.jsonl").read_text().splitlines()
     path = write(tmp_path / "train.jsonl", [good[0], '{"prompt": "abc=", "answer": " "}', *good[1:]])
@@ -105,12 +107,6 @@ def test_a_run_lists_its_bad_rows(tiny_run, tmp_path):
         LocalPPOTrainer(overrides=chosen)
     trainer = LocalPPOTrainer(overrides=[*chosen, "data.max_bad_rows=1"])
     assert len(trainer.train_dataset) == 24
-    (bad,) = [json.loads(line) for line in (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()]
-    assert bad["row"] == 1 and "line 2" in bad["place"]
     write(tmp_path / "train.jsonl", [*good, '{"prompt": "a="}', '{"prompt": "b="}'])
-    with pytest.raises(ValueError, match=r"2 of 26 rows(.|\n)*All of them are listed in .*run/bad_rows.jsonl"):
+    with pytest.raises(ValueError, match=r"2 of 26 rows"):
         LocalPPOTrainer(overrides=[*chosen, "data.max_bad_rows=1"])
-    assert len((tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()) == 2
-    write(tmp_path / "train.jsonl", good)
-    LocalPPOTrainer(overrides=[*chosen, "data.max_bad_rows=1"])
-    assert not (tmp_path / "run" / "bad_rows.jsonl").exists()  # the data is repaired

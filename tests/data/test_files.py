@@ -1,12 +1,16 @@
 """Files to rows, and the order of training: exact resume at every position."""
 
 import re
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+from verl.data import files
 from verl.data.files import read_rows
 from verl.data.order import PromptSource, ResumableSampler
+from verl.data.readers import JsonLines
+from verl.data.rlhf_dataset import RLHFDataset
 from verl.protocol import DataProto
 
 ROWS = [{"prompt": f"p{i}", "answer": str(i), "extra": {"k": i}} for i in range(5)]
@@ -38,6 +42,58 @@ def test_parquet_rows_beyond_one_chunk(write):
     rows = read_rows(write("many.parquet", many))
     assert list(rows) == many
     assert rows[2499] == {"n": 2499}
+
+
+@pytest.fixture
+def mapped(tmp_path, monkeypatch):
+    """Every parquet file is large enough to be memory-mapped."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(files, "MAPPED_BYTES", 0)
+
+
+def test_a_large_parquet_file_is_mapped_and_read_again_when_it_changes(write, mapped, monkeypatch):
+    for many in ([{"prompt": f"p{i}", "answer": str(i)} for i in range(2500)], ROWS[:4]):
+        path = write("a.parquet", many)
+        rows = read_rows(path)
+        assert list(rows) == many and rows.to_table().to_pylist() == many and rows[3] == many[3]
+        assert rows.location(3) == f"{path}, row 3 (the first is 0)"
+        assert type(rows.files[0]).__name__ == "RowTable"
+    monkeypatch.setattr(files, "is_installed", lambda name: False)
+    assert list(read_rows(path)) == ROWS[:4]
+
+
+def test_only_offsets_of_lines_are_in_memory(write):
+    file = read_rows(write("a.jsonl", ROWS)).files[0]
+    assert isinstance(file, JsonLines)
+    assert {type(value).__name__ for value in vars(file).values()} <= {
+        "PosixPath", "str", "BufferedReader", "array", "tuple", "dict"
+    }  # fmt: skip
+    assert set(file._empty.values()) == {None}
+
+
+def test_a_csv_row_with_line_breaks(tmp_path):
+    (tmp_path / "a.csv").write_text('prompt,answer\n"two\nlines, ""quoted""",007\n\n', encoding="utf-8-sig")
+    assert list(read_rows(tmp_path / "a.csv")) == [{"prompt": 'two\nlines, "quoted"', "answer": "007"}]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv", "a.json"])
+def test_the_items_of_each_data_source(name, write, tmp_path, char_tokenizer):
+    """Of rows that are kept: the prompt of row 1 is too long."""
+    rows = [
+        {"prompt": prompt, "answer": "1", "data_source": source}
+        for prompt, source in zip(("a", "bc", "d", "e"), "xyxz")
+    ]
+    if name.endswith(".csv"):
+        Path(tmp_path / name).write_text(
+            "".join(",".join(line) + "\n" for line in [rows[0], *(r.values() for r in rows)])
+        )
+    path = str(tmp_path / name) if name.endswith(".csv") else write(name, rows)
+    keys = {"max_prompt_length": 1, "filter_overlong_prompts": True}
+    items = RLHFDataset(path, char_tokenizer, keys).items_by_source()
+    assert {source: list(each) for source, each in items.items()} == {"x": [0, 1], "z": [2]}
+    items = RLHFDataset(path, char_tokenizer, {**keys, "reward_fn_key": "answer"}).items_by_source()
+    assert {source: list(each) for source, each in items.items()} == {"1": [0, 1, 2]}
 
 
 def test_a_json_row_that_lacks_a_key_has_none_there(write):

@@ -20,7 +20,6 @@ from verl.columns import DataProtoValidationError, check
 from verl.config.schema import DataConfig, GenerationConfig
 from verl.data.collate import PromptCollator
 from verl.data.media import MediaReader
-from verl.data.mixture import Mixture
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset, collate_sft
 from verl.evaluation.prompts import PromptSet
@@ -106,7 +105,7 @@ def test_forms_of_prompts_with_the_same_meaning(models, tmp_path):
     )
 
 
-def test_a_parquet_file_as_public_verl_writes_it(models, tmp_path):
+def test_a_parquet_file_as_public_verl_writes_it(models, tmp_path, monkeypatch):
     images = pa.array(
         [[{"bytes": written(random_image(1)), "path": "1.png"}], []],
         pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()})),
@@ -114,8 +113,9 @@ def test_a_parquet_file_as_public_verl_writes_it(models, tmp_path):
     prompts = [[{"role": "user", "content": text}] for text in ("<image>How many?", "How many?")]
     truth = [{"style": "rule", "ground_truth": "3"}] * 2
     pq.write_table(pa.table({"prompt": prompts, "images": images, "reward_model": truth}), tmp_path / "a.parquet")
-    for streaming in (False, True):
-        dataset = dataset_of(models, tmp_path / "a.parquet", streaming=streaming)
+    for limit in (1 << 30, 0):  # read into memory, and memory-mapped
+        monkeypatch.setattr("verl.data.files.MAPPED_BYTES", limit)
+        dataset = dataset_of(models, tmp_path / "a.parquet")
         assert dataset[0]["multi_modal_data"]["images"][0].size == (16, 24)
         assert dataset[1]["multi_modal_data"] is None and dataset[1]["multi_modal_inputs"] is None
         assert dataset[1]["raw_prompt_ids"] == dataset[1]["prompt_ids"]
@@ -187,7 +187,7 @@ def test_bad_rows_can_be_skipped(models, caplog):
     with caplog.at_level(logging.WARNING, logger="verl.data"):
         dataset = dataset_of(models, rows, max_bad_rows=4)
     assert len(dataset) == 2 and [dataset[i]["index"] for i in range(2)] == [0, 5]
-    assert [bad["row"] for bad in dataset.bad_rows] == [1, 2, 3, 4] and "damaged" in dataset.bad_rows[0]["reason"]
+    assert [*dataset.bad_rows] == [1, 2, 3, 4] and "damaged" in dataset.bad_rows[1]
     assert "dropped 4 of 6 rows" in caplog.text
     with pytest.raises(ValueError, match=r"4 of 6 rows cannot be used, more than data.max_bad_rows=3"):
         dataset_of(models, rows, max_bad_rows=3)
@@ -312,7 +312,7 @@ def test_items_are_not_kept(models):
     assert not any(ref() is not None for ref in pixels + images)
 
 
-# ---- custom datasets, mixtures --------------------------------------------------------------------------------------
+# ---- custom datasets ------------------------------------------------------------------------------------------------
 
 
 def test_columns_of_a_row_hold_for_rows_with_images(models):
@@ -362,10 +362,7 @@ def test_items_of_custom_datasets(models):
 
 
 def test_text_and_images_mix(models):
-    mixed = Mixture(
-        [dataset_of(models, [row()]), dataset_of(models, [{"prompt": "text", "answer": "1"}])],
-        ["a.parquet", "b.parquet"],
-    )
+    mixed = dataset_of(models, [row(), {"prompt": "text", "answer": "1"}])
     batch = PromptCollator(*[models()[0], DataConfig(), models()[1]])([mixed[0], mixed[1]])
     assert [inputs is None for inputs in batch.non_tensor_batch["multi_modal_inputs"]] == [False, True]
 
@@ -411,7 +408,7 @@ def test_sft_refuses(models, bad, message):
 def test_sft_skips_bad_rows(models):
     rows = [{"prompt": "<image>?", "response": "a", "images": [image]} for image in (b"", written(random_image(1)))]
     dataset = SFTDataset(rows, models()[0], {"max_length": 200, "max_bad_rows": 1}, processor=models()[1])
-    assert len(dataset) == 1 and dataset[0]["index"] == 1 and dataset.bad_rows[0]["row"] == 0
+    assert len(dataset) == 1 and dataset[0]["index"] == 1 and [*dataset.bad_rows] == [0]
 
 
 def test_prompts_of_offline_generation(models, tmp_path):

@@ -135,9 +135,10 @@ def test_a_template_that_reads_arguments_as_text(chat_tokenizer, arguments):
     assert trained(chat_tokenizer, rows) == ['add{"city": "P", "n": null}<|im_end|>']
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_nulls_of_the_union_of_arrow_are_no_arguments(write, chat_tokenizer, monkeypatch, tmp_path, streaming):
+@pytest.mark.parametrize("mapped", [False, True])
+def test_nulls_of_the_union_of_arrow_are_no_arguments(write, chat_tokenizer, monkeypatch, tmp_path, mapped):
     monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("verl.data.files.MAPPED_BYTES", 0 if mapped else 1 << 30)
     chat_tokenizer.chat_template = CALLS
     chats = [[ASK, say(None, tool_calls=[call(a)])] for a in ({"city": "P"}, {"n": 3, "box": {"a": 1}})]
     schema = {"type": "function", "function": SCHEMA}
@@ -151,7 +152,7 @@ def test_nulls_of_the_union_of_arrow_are_no_arguments(write, chat_tokenizer, mon
     for i in range(2):
         assert trained(chat_tokenizer, path, i) == [f"<tool_call>{expected[i]}</tool_call><|im_end|>"]
     prompts = [{"prompt": [*row["messages"], ASK], **{k: row[k] for k in ("tools", "answer")}} for row in rows]
-    dataset = RLHFDataset(write("b.parquet", prompts), chat_tokenizer, {"streaming": streaming})
+    dataset = RLHFDataset(write("b.parquet", prompts), chat_tokenizer)
     for i in range(2):
         text = chat_tokenizer.decode(dataset[i]["prompt_ids"])
         assert expected[i] in text and "null" not in text

@@ -1,7 +1,6 @@
 """SFTDataset: which tokens are trained, in chats and in plain pairs."""
 
 import itertools
-import json
 import logging
 
 import pytest
@@ -192,13 +191,3 @@ def test_a_batch_has_the_columns_of_a_rollout(write, char_tokenizer):
     assert list(batch.non_tensor_batch["uid"]) == ["0:0", "0:1"]
     with pytest.raises(ValueError, match="at least one item"):
         collate_sft([], 0)
-
-
-def test_real_solutions(gsm8k_folder, write, chat_tokenizer):
-    lines = (gsm8k_folder / "test.jsonl").read_text(encoding="utf-8").splitlines()[:300]
-    rows = [json.loads(line) for line in lines]
-    dataset = SFTDataset(write("a.jsonl", rows), chat_tokenizer, {"max_length": 4096})
-    for i in (0, 123, 299):
-        prompt, response = segments(chat_tokenizer, dataset[i])
-        assert prompt == (0, f"<|im_start|>user\n{rows[i]['question']}<|im_end|>\n<|im_start|>assistant\n")
-        assert response == (1, rows[i]["answer"] + "<|im_end|>")

@@ -1,6 +1,5 @@
 """Tiny models: sizes, the same weights for a seed, tokenizers that come back as they were made."""
 
-import json
 import logging
 import runpy
 import sys
@@ -64,14 +63,6 @@ def test_a_tokenizer_that_the_family_would_replace_is_refused(tiny, tmp_path):
         tiny.tiny_model("qwen2", tmp_path / "q", tokenizer="char")
     loaded = AutoTokenizer.from_pretrained(tiny.tiny_model("llama", tmp_path / "l", tokenizer="bpe"))
     check_tokenizer(loaded, ["Any  text,\n\tcafé €5"])
-
-
-def test_no_text_of_gsm8k_is_lost(gsm8k_folder, tiny, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(tiny.tiny_model("qwen2", tmp_path))
-    rows = [json.loads(line) for line in (gsm8k_folder / "test.jsonl").read_text(encoding="utf-8").splitlines()]
-    texts = [row["question"] + row["answer"] for row in rows]
-    check_tokenizer(tokenizer, texts)
-    assert all(tokenizer.decode(ids) == text for ids, text in zip(tokenizer(texts)["input_ids"], texts))
 
 
 def test_a_tokenizer_trained_on_given_texts_is_shorter_on_them(tiny):

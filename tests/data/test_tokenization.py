@@ -12,7 +12,6 @@ from verl.data.tokenization import (
     TokenTable,
     check_messages,
     check_tokenizer,
-    encode,
     encode_prompts,
     load_tokenizer,
     prepare_tokenizer,
@@ -158,12 +157,6 @@ def test_truncate_by_hand():
     assert truncate(ids, 5, "middle") == ids
     with pytest.raises(ValueError, match="expected left, right or middle"):
         truncate(ids, 2, "up")
-
-
-def test_encode_adds_special_tokens_only_where_asked(chat_tokenizer):
-    assert encode(chat_tokenizer, [], add_special_tokens=False) == []
-    ids = encode(chat_tokenizer, ["<|im_start|>"], add_special_tokens=False)
-    assert ids == [[chat_tokenizer.convert_tokens_to_ids("<|im_start|>")]]
 
 
 def test_token_table():

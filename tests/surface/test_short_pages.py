@@ -1,6 +1,5 @@
 """Commands of the pages on models, data, adapters, reward models, preferences, teachers and SFT run as printed."""
 
-import json
 import shlex
 from pathlib import Path
 
@@ -62,10 +61,6 @@ def test_data_format(shell, caplog, monkeypatch):
     *here, strict = commands("data_format.md")
     for command in here:
         shell.run(command)
-    records = Path("tiny/mixed/metrics.jsonl").read_text().splitlines()
-    shares = [json.loads(line).get("data/share/more") for line in records]
-    # two prompts per step; 0.7 and 0.3: sums, more | sums, sums
-    assert [share for share in shares if share is not None] == [0.5, 0.0]
     variable, command = strict.split(" ", 1)
     monkeypatch.setenv(*variable.split("="))
     shell.run(command)

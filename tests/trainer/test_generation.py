@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.programs import run_python
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.evaluation import generate
-from verl.evaluation.prompts import Responses, ResponseShards, describe_changes, settings_digest
+from verl.evaluation.prompts import Responses, SavedResponses, describe_changes, settings_digest
 from verl.rollout.hf import HFRollout
 from verl.rollout.request import SamplingParams, make_requests
 from verl.trainer.main_generation import GenerationRun, main
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def keys(tiny, tmp_path) -> list[str]:
-    """Three responses to each of 24 prompts, 5 prompts per shard."""
+    """Three responses to each of 24 prompts, 5 prompts per batch."""
     return [
         f"data.path={tiny / 'train.jsonl'}",
         "data.n_samples=3",
@@ -89,7 +89,7 @@ def test_greedy_responses_and_prompts_as_in_training(tiny, keys):
         assert row["responses"] == [run.tokenizer.decode(ids[0, len(row["prompt"]) :], skip_special_tokens=True)]
 
 
-def test_shards_do_not_change_the_responses(keys, tmp_path):
+def test_batches_do_not_change_the_responses(keys, tmp_path):
     whole = GenerationRun(overrides=[*keys, "data.batch_size=1000"]).run()
     other = tmp_path / "other.jsonl"
     GenerationRun(overrides=[*keys, "data.batch_size=7", f"data.output_path={other}"]).run()
@@ -99,7 +99,7 @@ def test_shards_do_not_change_the_responses(keys, tmp_path):
         "other.jsonl.settings.json",
         "out.parquet",
         "out.parquet.settings.json",
-    ], "shards are deleted"
+    ], "the partial file is deleted"
 
 
 def test_columns_keep_their_types(keys, tmp_path):
@@ -136,7 +136,7 @@ flush, calls = os.fsync, []
 
 def flush_or_die(file):
     calls.append(file)
-    if len(calls) == 17:
+    if len(calls) == 8:
         os.kill(os.getpid(), signal.SIGKILL)
     flush(file)
 
@@ -146,19 +146,20 @@ main(sys.argv[1:])
 
 
 def test_kill_9_and_resume_give_the_file_of_an_uninterrupted_run(keys, tmp_path, caplog):
-    """Killed while a shard is written, after two flushes of the settings and two of each of seven shards."""
+    """Killed after the responses to eight prompts are written, before they are flushed to disk."""
     single = [*keys, "data.batch_size=1"]
     expected = GenerationRun(overrides=[*single, f"data.output_path={tmp_path / 'whole.parquet'}"]).run().read_bytes()
     killed = run_python("-c", KILLED, *single, cwd=ROOT)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    left = sorted(path.name for path in tmp_path.glob("out.parquet*/*/*"))
-    assert left == [".part-00007.jsonl.draft", *(f"part-0000{i}.jsonl" for i in range(7)), "settings.json"]
+    (left,) = tmp_path.glob("out.parquet*")
+    with left.open("a") as file:
+        file.write('{"prompt": 8, "respon')  # torn
     assert not (tmp_path / "out.parquet").exists()
     caplog.clear()
     with caplog.at_level("INFO", "verl"):
         assert main(single) == 0
-    assert "resuming: 7 of 24 prompts are finished" in caplog.text
-    assert caplog.text.count("generated ") == 24 - 7  # one line per shard
+    assert "resuming: 8 of 24 prompts are finished" in caplog.text
+    assert caplog.text.count("generated ") == 24 - 8  # one line per batch
     assert "[gen]" not in caplog.text
     assert (tmp_path / "out.parquet").read_bytes() == expected
 
@@ -210,40 +211,24 @@ def test_replaced_weights_are_another_model(keys, tmp_path, tiny):
     assert "model.path (files)" in describe_changes(first, GenerationRun(overrides=given).settings())
 
 
-def make_shards(tmp_path, **settings) -> ResponseShards:
-    return ResponseShards(tmp_path / "o.parquet", settings, prompts=5, prompts_per_shard=2, n=2)
+def test_damaged_lines_and_those_of_other_settings_are_not_used(tmp_path):
+    def saved(**settings) -> SavedResponses:
+        return SavedResponses(tmp_path / "o.parquet", settings, prompts=3, n=2)
 
-
-def responses_to(prompts: range) -> list[Responses]:
-    return [Responses([f"{i}\u2028a\n", "ü"], [3, 1], ["stop", "length"]) for i in prompts]
-
-
-def test_damaged_shards_are_generated_again(tmp_path, caplog):
-    shards = make_shards(tmp_path, t=1)
-    shards.open()
-    assert shards.missing() == [0, 1, 2]
-    for shard in shards.missing():
-        shards.write(shard, responses_to(shards.prompt_indices(shard)))
-    assert [len(shards.prompt_indices(shard)) for shard in range(3)] == [2, 2, 1]
-    assert shards.missing() == [] and shards.read() == responses_to(range(5))
-    middle = shards.folder / "part-00001.jsonl"
-    whole = middle.read_text()
-    for damage in (whole[:-20], whole.splitlines()[0] + "\n", "", whole.replace('"tokens"', '"token"')):
-        middle.write_text(damage)
-        assert shards.missing() == [1]
-    assert "part-00001.jsonl is damaged" in caplog.text and "part-00001.jsonl is incomplete" in caplog.text
-
-
-def test_shards_of_other_settings_are_kept(tmp_path):
-    other = make_shards(tmp_path, temperature=1.0)
-    other.open()
-    mine = make_shards(tmp_path, temperature=0.6)
-    mine.open()
-    assert mine.folder != other.folder
-    mine.delete()
-    assert other.folder.is_dir()
-    other.delete()
-    assert not other.folder.parent.exists()
+    responses = [Responses([f"{i}\u2028a\n", "ü"], [3, 1], ["stop", "length"]) for i in range(3)]
+    file = saved(t=1)
+    assert file.missing() == [0, 1, 2]
+    file.append([0, 2], [responses[0], responses[2]])
+    file.append([1], [responses[1]])
+    assert file.missing() == [] and file.read() == dict(enumerate(responses))
+    whole = file.path.read_text()
+    for damage in (whole[:-20], whole.replace('"ü"', "", 1), whole.replace('"prompt": 1', '"p": 1'), ""):
+        file.path.write_text(damage)
+        missing = file.missing()
+        assert missing
+        file.append(missing, [responses[i] for i in missing])
+        assert file.missing() == [] and file.read() == dict(enumerate(responses))
+    assert saved(t=2).missing() == [0, 1, 2]
 
 
 def test_digest_depends_on_every_value_and_not_on_the_order():

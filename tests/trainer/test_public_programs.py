@@ -17,7 +17,7 @@ from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker  # noq
 
 from tests.trainer.test_ray_waiting import ON_RAY  # noqa: E402
 from verl import DataProto  # noqa: E402
-from verl.data.samplers import CustomOrder  # noqa: E402
+from verl.data.order import CustomOrder  # noqa: E402
 from verl.single_controller.ray import RayWorkerGroup  # noqa: E402
 from verl.trainer.local_trainer import LocalPPOTrainer  # noqa: E402
 from verl.trainer.main_ppo import TaskRunner, run_ppo  # noqa: E402

@@ -1,17 +1,13 @@
 """Atomic writes: a file is complete or absent, whenever the process is killed."""
 
-import logging
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from verl.utils.disk import raise_disk_full
 from verl.utils.paths import expanded, resolved
-
-logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -42,18 +38,6 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-
-
-def set_aside_irregular(path: Path) -> None:
-    """Rename a path that is neither a regular file nor a link to one, such as a folder, a dangling link or a pipe.
-
-    It would keep a run from writing its record, and so from resuming.
-    """
-    if path.is_file() or not os.path.lexists(path):
-        return
-    aside = path.with_name(f"{path.name}.set_aside_{time.time_ns()}")
-    path.rename(aside)
-    logger.warning("%s is not a regular file: it was renamed to %s", path, aside.name)
 
 
 def check_folder(key: str, folder: Path) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoints.atomic import fsync, make_folder, replacing, set_aside_irregular
+from verl.checkpoints.atomic import fsync, make_folder, replacing
 from verl.checkpoints.manifest import MANIFEST, is_count, make_manifest, manifest_fault
 from verl.utils.disk import DiskError, disk_full, disk_full_reason, folder_size, format_bytes, refusal
 from verl.utils.paths import resolved
@@ -446,7 +446,6 @@ def _read(folder: Path) -> _Saved:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    set_aside_irregular(path)
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")
 

@@ -41,7 +41,7 @@ def _run(command: Any, path: str, overrides: list[str] | None) -> None:
         rows = read_rows(config.data.train_files)
         section = find_columns(rows, config.data)
         bad = command(config.model_copy(update={"data": section}), rows)
-    _print(f"bad rows: {len(bad):,} of {len(rows):,}", *bad[:5], sep="\n  ")
+    _print(f"bad rows: {len(bad):,} of {len(rows):,}", *bad, sep="\n  ")
     raise typer.Exit(bool(bad))
 
 
@@ -103,9 +103,9 @@ def _read_tokens(config: Any, rows: Any) -> tuple[list[int], Any, list[str]]:
     try:
         dataset = RLHFDataset(config.data.train_files, tokenizer, section, load_processor(model, tokenizer))
     except BadRowsError as error:
-        return [], "none", [row["reason"] for row in error.rows]
+        return [], "none", [*error.rows.values()]
     lengths = [len(item["prompt_ids"]) for item in dataset]
-    return lengths, dataset.describe(0)[0], [row["reason"] for row in dataset.bad_rows]
+    return lengths, dataset.describe(0)[0], [*dataset.bad_rows.values()]
 
 
 def _test(config: Any, rows: Any) -> list[str]:

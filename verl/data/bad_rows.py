@@ -1,7 +1,7 @@
 """Bad rows of the training data: parsed with one message each, and dropped up to `data.max_bad_rows`.
 
-By default, the first bad row ends the run before a model is loaded. With `data.max_bad_rows=N`, bad rows are dropped
-and listed in `bad_rows.jsonl` of the run's folder; more than N end the run.
+By default, the first bad row ends the run before a model is loaded. With `data.max_bad_rows=N`, bad rows are dropped;
+more than N end the run.
 """
 
 import array
@@ -10,21 +10,18 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-from verl.checkpoints.atomic import atomic_write
 
 logger = logging.getLogger("verl.data")
 
-FILE = "bad_rows.jsonl"
+_LIST = "`verl data inspect` lists all of them"
 _DEEPEST = 200  # levels of nested lists and objects: libraries that copy or write rows are recursive
 
 
 class BadRowsError(ValueError):
-    """More bad rows than `data.max_bad_rows`. rows: all of them."""
+    """More bad rows than `data.max_bad_rows`. rows: all of them, and the reason of each."""
 
-    def __init__(self, message: str, rows: Sequence[Mapping[str, Any]]):
+    def __init__(self, message: str, rows: Mapping[int, str]):
         super().__init__(message)
         self.rows = rows
 
@@ -71,7 +68,7 @@ def check_values(row: Mapping[str, Any], location: str) -> None:
 
 def usable_rows(
     rows: Any, indices: Collection[int], check: Callable[[Mapping[str, Any], int], Any], limit: int
-) -> tuple[Sequence[int], list[dict[str, Any]]]:
+) -> tuple[Sequence[int], dict[int, str]]:
     """Check rows, and drop bad ones.
 
     Args:
@@ -81,36 +78,25 @@ def usable_rows(
         limit: number of bad rows that are allowed.
 
     Returns:
-        The indices of the rows to use, and a record of each bad row: row, place and reason.
+        The indices of the rows to use, and the reason for each bad row.
 
     Raises:
         BadRowsError: there are more bad rows than allowed.
     """
-    kept, bad = array.array("q"), []
+    kept, bad = array.array("q"), {}
     for index in indices:
         try:
             check(rows[index], index)
         except ValueError as error:
-            bad.append({"row": int(index), "place": rows.location(index), "reason": str(error)})
+            bad[int(index)] = str(error)
             continue
         kept.append(index)
     if len(bad) > limit:
-        examples = "".join(f"\n  {row['reason']}" for row in itertools.islice(bad, 5))
+        examples = "".join(f"\n  {reason}" for reason in itertools.islice(bad.values(), 5))
         count = f"{len(bad)} of {len(indices)} rows"
-        raise BadRowsError(f"{count} cannot be used, more than data.max_bad_rows={limit}; the first:{examples}", bad)
+        message = f"{count} cannot be used, more than data.max_bad_rows={limit}; {_LIST}; the first:{examples}"
+        raise BadRowsError(message, bad)
     if bad:
-        first = bad[0]["reason"]
-        logger.warning("dropped %d of %d rows, which cannot be used; the first: %s", len(bad), len(indices), first)
+        text = "dropped %d of %d rows, which cannot be used; %s; the first: %s"
+        logger.warning(text, len(bad), len(indices), _LIST, next(iter(bad.values())))
     return kept, bad
-
-
-def write_bad_rows(folder: Path, bad: Sequence[Mapping[str, Any]]) -> Path | None:
-    """List bad rows in `bad_rows.jsonl` of a folder. Returns the file; None, and no file, if there are none."""
-    if not bad:
-        (folder / FILE).unlink(missing_ok=True)  # left by an earlier start, before the data was repaired
-        return None
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic_write(folder / FILE) as draft:
-        draft.write_text("".join(json.dumps(row) + "\n" for row in bad), encoding="utf-8")
-    logger.warning("bad rows of the training data are listed in %s", folder / FILE)
-    return folder / FILE

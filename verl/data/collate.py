@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 
 from verl.agents.tools.load import tool_schemas
 from verl.config import schema
+from verl.data.images import FEWER_IMAGE_TOKENS
 from verl.data.media import MediaPrompt, MediaReader
-from verl.data.media_source import FEWER_IMAGE_TOKENS
 from verl.data.messages import with_settings
 from verl.data.tokenization import encode_prompts, read_prompt, truncate
 from verl.protocol import DataProto

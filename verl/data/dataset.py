@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from omegaconf import OmegaConf
 from torch.utils.data import Dataset
@@ -30,23 +30,17 @@ Encoded = tuple[list[int], list[int]]
 """Token ids, and a mask of the tokens to train on (empty for a prompt)."""
 
 
-class HasGet(Protocol):
-    """Any object with `get`."""
-
-    def get(self, key: str, default: Any = None) -> Any: ...
-
-
-DatasetConfig = Section | Mapping[str, Any] | HasGet | None
+DatasetConfig = Section | Mapping[str, Any] | None
 
 
 class TokenizedDataset(Dataset):
     """A dataset that reads files or rows, checks and tokenizes them.
 
     Attributes:
-        bad_rows: place and reason of rows that were dropped (`data.max_bad_rows`).
+        bad_rows: rows that were dropped (`data.max_bad_rows`), and the reason of each.
     """
 
-    bad_rows: Sequence[Mapping[str, Any]] = ()
+    bad_rows: Mapping[int, str] = {}
 
     def __init__(
         self,
@@ -103,13 +97,13 @@ class TokenizedDataset(Dataset):
         """Check a row, decode its images, and render it. Raises ValueError if the row cannot be used."""
         self._encode([self._check_and_decode(row, rows, index, [index])], lambda _: rows.location(index))
 
-    def _drop_bad_rows(self, rows: Rows, count: int, only: Collection[int] | None) -> Collection[int] | None:
-        """The rows to tokenize, of the first `count` or of `only`: with `data.max_bad_rows`, those that can be used."""
-        limit = self.config.max_bad_rows
-        if limit:
-            checked = range(count) if only is None else sorted(only)
-            only, self.bad_rows = usable_rows(rows, checked, partial(self._check_fully, rows), limit)
-        return only
+    def _drop_bad_rows(self, rows: Rows, count: int) -> Collection[int] | None:
+        """The rows to tokenize of the first `count`: with `data.max_bad_rows`, those that can be used; None: all."""
+        if not self.config.max_bad_rows:
+            return None
+        check, limit = partial(self._check_fully, rows), self.config.max_bad_rows
+        kept, self.bad_rows = usable_rows(rows, range(count), check, limit)
+        return kept
 
     def _tokenized_rows(self, rows: Rows, count: int, only: Collection[int] | None) -> Iterator[tuple[int, Encoded]]:
         """Check and tokenize the first `count` rows, or `only` some, in chunks; yields row numbers and token ids.
@@ -176,8 +170,7 @@ def read_data_section(config: DatasetConfig, schema: type[Schema]) -> tuple[Any,
     `custom_chat_template`, replaces the tokenizer's chat template.
 
     Args:
-        config: the section itself, a mapping or OmegaConf node with some of its keys, an object with `get`, or None
-            for the defaults.
+        config: the section itself, a mapping or OmegaConf node with some of its keys, or None for the defaults.
         schema: the schema that declares the section.
 
     Returns:
@@ -191,10 +184,9 @@ def read_data_section(config: DatasetConfig, schema: type[Schema]) -> tuple[Any,
     section = schema.model_fields["data"].annotation
     if config is None:
         return section(), None
-    keys = [*section.model_fields, "max_samples", "chat_template", "custom_chat_template"]
     if OmegaConf.is_config(config):
         config = OmegaConf.to_container(config, resolve=True)
-    settings = dict(config) if isinstance(config, Mapping) else {key: config.get(key, None) for key in keys}
+    settings = dict(config)
     for name in (settings.get("custom_cls") or {}).get("kwargs") or {}:  # settings of a subclass
         if name not in section.model_fields:
             settings.pop(name, None)

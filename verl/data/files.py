@@ -5,7 +5,6 @@ read_rows(files) -> Rows     parquet, jsonl, json, csv; folders and datasets of 
 
 import bisect
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -27,8 +26,8 @@ logger = logging.getLogger("verl.data")
 DEFAULT_SOURCE = "default"
 """Data source of rows that name none, in evaluation."""
 
-STREAMED_BYTES = 1 << 30
-"""Files of more bytes than this in total are streamed if data.streaming is null."""
+MAPPED_BYTES = 1 << 30
+"""Parquet files of more bytes are memory-mapped by the package `datasets`, if it is installed."""
 
 
 class Rows(Sequence):
@@ -84,13 +83,6 @@ class Rows(Sequence):
         """The data source of a row that names none: the name of its file or dataset."""
         return self._locate(row)[0].source
 
-    def sources(self, column: str | None) -> tuple[np.ndarray, list[str]]:
-        """The data source of every row, as the index of a name, and the names. column: None for those of the files."""
-        codes: dict[str, int] = {}
-        names = (file.column(column) if column else itertools.repeat(file.source, len(file)) for file in self.files)
-        indices = (codes.setdefault(str(name), len(codes)) for name in itertools.chain.from_iterable(names))
-        return np.fromiter(indices, dtype=np.int32), list(codes)
-
     def folder(self, row: int) -> Path:
         """The folder of the file of a row, where relative paths in it start; that of rows in memory is the current."""
         return self._locate(row)[0].path.parent
@@ -137,10 +129,6 @@ class SelectedRows(Rows):
     def _locate(self, row: int) -> tuple[File, int]:
         return self._rows._locate(int(self._indices[row]))
 
-    def sources(self, column: str | None) -> tuple[np.ndarray, list[str]]:
-        indices, names = self._rows.sources(column)
-        return indices[self._indices], names
-
     def number(self, row: int) -> int:
         return self._rows.number(int(self._indices[row]))
 
@@ -149,18 +137,6 @@ class SelectedRows(Rows):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[row] for row in range(len(self)))
-
-
-def is_streamed(files: str | Path | Sequence[str | Path], streaming: bool | None) -> bool:
-    """Whether files are read from disk: as set, otherwise if they have more than `STREAMED_BYTES` in total.
-
-    Parquet files are streamed by the package `datasets`, JSON Lines without.
-    """
-    if streaming is not None:
-        return streaming
-    paths = [path for path in file_list(files) if os.path.isfile(path)]
-    is_possible = is_installed("datasets") or all(path.suffix.lower() != ".parquet" for path in paths)
-    return is_possible and sum(path.stat().st_size for path in paths) > STREAMED_BYTES
 
 
 def file_list(files: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -173,12 +149,11 @@ def file_list(files: str | Path | Sequence[str | Path]) -> list[Path]:
     return [expanded(f) for f in paths]
 
 
-def read_rows(files: str | Path | Sequence[str | Path], *, streaming: bool = False) -> Rows:
+def read_rows(files: str | Path | Sequence[str | Path]) -> Rows:
     """Read files, folders and hub datasets as one sequence of rows.
 
     Args:
         files: .parquet, .jsonl, .json or .csv files; folders and names as `verl.data.hub` describes.
-        streaming: read rows from disk when they are used, instead of reading files into memory.
 
     Raises:
         ValueError: a file that does not exist, has another suffix, has no rows or cannot be read (with the line), or
@@ -186,7 +161,7 @@ def read_rows(files: str | Path | Sequence[str | Path], *, streaming: bool = Fal
     """
     opened: list[File] = []
     for path in file_list(files):
-        file = _open(path, streaming)
+        file = _open(path)
         if len(file) == 0:
             raise ValueError(f"{path}: the file has no rows")
         if opened and set(file.columns) != set(opened[0].columns):
@@ -194,19 +169,20 @@ def read_rows(files: str | Path | Sequence[str | Path], *, streaming: bool = Fal
             extra = sorted(set(file.columns) - set(opened[0].columns))
             raise ValueError(
                 f"{path}: expected the same columns as {opened[0].path}; missing: {missing or 'none'}, "
-                f"extra: {extra or 'none'}. Write all files with the same columns, or mix them with data.train_weights"
+                f"extra: {extra or 'none'}. Write all files with the same columns"
             )
         opened.append(file)
     return Rows(opened)
 
 
-def _open(path: Path, streaming: bool) -> File:
+def _open(path: Path) -> File:
     is_file = _is_file(path)
-    if is_file and not (streaming and path.suffix.lower() == ".parquet"):
-        return open_file(path, streaming)
-    from verl.data.hub import open_dataset, stream_parquet
+    is_mapped = path.suffix.lower() == ".parquet" and is_file and path.stat().st_size > MAPPED_BYTES
+    if is_file and not (is_mapped and is_installed("datasets")):
+        return open_file(path)
+    from verl.data.hub import map_parquet, open_dataset
 
-    return stream_parquet(path) if is_file else open_dataset(path)
+    return map_parquet(path) if is_file else open_dataset(path)
 
 
 def _is_file(path: Path) -> bool:

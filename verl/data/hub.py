@@ -2,17 +2,19 @@
 
 An entry of `data.train_files` is NAME, NAME@CONFIG, NAME:SPLIT or NAME@CONFIG:SPLIT, where NAME is OWNER/NAME on the
 hub or a folder: one that `save_to_disk` wrote, or one with data files. The split is `train` if none is given (`test`
-for `data.val_files`).
+for `data.val_files`). Rows of the datasets in `KNOWN` are converted: question and solution -> prompt and ground truth.
+`data.train_files=openai/gsm8k` and examples/data_preprocess/gsm8k.py return the same rows.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from verl.data.known import CONFIGS, KNOWN
 from verl.data.readers import RowTable
+from verl.utils.boxed import last_boxed
 from verl.utils.data_names import DataName, source_name
 from verl.utils.paths import expanded, resolved
 
@@ -52,7 +54,7 @@ def open_dataset(entry: str | Path) -> RowTable:
     config = requested.config or CONFIGS.get(requested.path)
     name = DataName(requested.path, config, requested.split or "train")
     meaning = "a folder" if name.is_folder else "no file, and read as the name of a hub dataset"
-    library = _library(f"{name.path} is {meaning}", "give a .parquet, .jsonl, .json or .csv file")
+    library = _library(f"{name.path} is {meaning}")
     if not name.is_folder:
         check_hub("dataset", name.path)
     logger.info("loading %s", name)
@@ -68,28 +70,23 @@ def open_dataset(entry: str | Path) -> RowTable:
     return RowTable(rows, name=str(name), source=source_name(entry))
 
 
-class _Mapped(RowTable):
-    """Rows that `datasets` memory-maps."""
-
-    def column(self, name: str) -> Iterable[Any]:
-        return self._rows[name]
-
-
-def stream_parquet(path: Path) -> RowTable:
+def map_parquet(path: Path) -> RowTable:
     """A parquet file whose rows stay on disk: `datasets` memory-maps a copy in its cache. Raises ValueError."""
-    library = _library(f"{path} is streamed (data.streaming)", "set data.streaming=false")
+    import datasets
+
     try:
-        rows = library.load_dataset("parquet", data_files=str(path), split="train")
-    except (OSError, ValueError, library.exceptions.DatasetsError) as error:
+        rows = datasets.load_dataset("parquet", data_files=str(path), split="train")
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"{path}: not a valid parquet file: {error.__cause__ or error}") from error
-    return _Mapped(_with_stored_images(library, rows), name=str(path), source=source_name(path))
+    return RowTable(_with_stored_images(datasets, rows), name=str(path), source=source_name(path))
 
 
-def _library(problem: str, fix: str) -> ModuleType:
+def _library(problem: str) -> ModuleType:
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise ValueError(f"{problem}, which needs the package {error.name}: pip install datasets, or {fix}") from error
+        fix = "pip install datasets, or give a .parquet, .jsonl, .json or .csv file"
+        raise ValueError(f"{problem}, which needs the package {error.name}: {fix}") from error
     return datasets
 
 
@@ -144,3 +141,85 @@ def check_hub(kind: str, name: str) -> None:
         if isinstance(error, RepositoryNotFoundError):
             problem = f"no {kind} at {constants.ENDPOINT} (of a private one: log in with `hf auth login`)"
         raise ValueError(f"{name}: no file or folder of this name, and {problem}") from error
+
+
+# ---- known datasets --------------------------------------------------------------------------------------------------
+
+GSM8K = "openai/gsm8k"
+GSM8K_INSTRUCTION = 'Reason step by step. End with a line of "####" followed by the final number alone.'
+GEO3K = "hiyouga/geometry3k"
+GEO3K_INSTRUCTION = "Reason step by step between <think> and </think>. After that, put the final answer in \\boxed{}."
+MATH = "DigitalLearningGmbH/MATH-lighteval"
+MATH_500 = "HuggingFaceH4/MATH-500"
+MATH_INSTRUCTION = "Reason step by step. Put the final answer in \\boxed{}."
+
+
+def final_number(solution: str) -> str:
+    """The number after the last "####" of a worked solution, without thousands commas. Raises ValueError if none."""
+    _, mark, number = solution.rpartition("####")
+    number = number.strip().replace(",", "")
+    if not mark or not number:
+        raise ValueError(f"expected a solution that ends with '#### <number>', found {solution[-60:]!r}")
+    return number
+
+
+def _texts(row: Mapping[str, Any], prompt_key: str, solution_key: str) -> tuple[str, str]:
+    missing = [key for key in (prompt_key, solution_key) if not isinstance(row.get(key), str)]
+    if missing:
+        raise ValueError(f"expected strings under {prompt_key!r} and {solution_key!r}, missing: {missing}")
+    return row[prompt_key], row[solution_key]
+
+
+def _row(source: str, prompt: str, instruction: str, truth: str, info: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "data_source": source,
+        "prompt": [{"role": "user", "content": f"{prompt}\n{instruction}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": info,
+    }
+
+
+def gsm8k_row(row: Mapping[str, Any], split: str, index: int) -> dict[str, Any]:
+    """Convert a question of GSM8K (Cobbe et al. 2021, arXiv 2110.14168)."""
+    prompt, solution = _texts(row, "question", "answer")
+    info = {"split": split, "index": index, "question": prompt, "answer": solution}
+    return _row(GSM8K, prompt, GSM8K_INSTRUCTION, final_number(solution), info)
+
+
+def _math_row(source: str, row: Mapping[str, Any], split: str, index: int) -> dict[str, Any]:
+    """Convert a problem of MATH (Hendrycks et al. 2021, arXiv 2103.03874): the answer is the last box."""
+    problem, solution = _texts(row, "problem", "solution")
+    truth = last_boxed(solution)
+    if truth is None:
+        raise ValueError(f"expected a solution with \\boxed{{...}}, found {solution[-60:]!r}")
+    return _row(source, problem, MATH_INSTRUCTION, truth, {"split": split, "index": index})
+
+
+def geo3k_row(row: Mapping[str, Any], split: str, index: int) -> dict[str, Any]:
+    """Convert a problem of Geometry3K (Lu et al. 2021, arXiv 2105.04165), which has `<image>` in its text.
+
+    Raises:
+        ValueError: another number of images than of `<image>`.
+    """
+    problem, truth = _texts(row, "problem", "answer")
+    images = row.get("images")
+    if not isinstance(images, list) or problem.count("<image>") != len(images):
+        count = len(images) if isinstance(images, list) else repr(images)[:60]
+        raise ValueError(f"expected one of images for each <image> of the problem, found {count}: {problem[:60]!r}")
+    info = {"split": split, "index": index, "question": problem, "answer": truth}
+    return _row(GEO3K, problem, GEO3K_INSTRUCTION, truth, info) | {"images": images}
+
+
+KNOWN: dict[str, Callable[[Mapping[str, Any], str, int], dict[str, Any]]] = {
+    GSM8K: gsm8k_row,
+    GEO3K: geo3k_row,
+    MATH: partial(_math_row, MATH),
+    MATH_500: partial(_math_row, MATH_500),
+}
+"""Name on the hub -> (row, split, index) -> a row with prompt, data_source, ability, reward_model and extra_info.
+
+Raises ValueError for a row that has another form. Other datasets are read as they are.
+"""
+CONFIGS = {GSM8K: "main"}
+"""Name on the hub -> the configuration that is loaded if none is given."""

@@ -4,12 +4,16 @@ A source is bytes, a path (relative to the folder of the data file), {"bytes": .
 data URI, base64 text, a uint8 array (height, width, channels) or a PIL image. A URL is refused.
 """
 
+import base64
+import binascii
 import io
 import math
 import re
+import reprlib
+import stat
 import threading
-import warnings
-from collections.abc import Mapping
+import urllib.parse
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.data.media_source import MediaError, describe, load_media
+from verl.utils.paths import resolved
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+FEWER_IMAGE_TOKENS = "reduce data.max_pixels"
+"""The fix in every error of a prompt or example that is too long and has images."""
+
 EXTERNAL_FORMATS = ("EPS", "WMF")
 """Formats that Pillow does not decode itself: it runs Ghostscript for EPS, and calls Windows for WMF."""
 MOST_PIXELS = 89_478_485
-"""Images with more pixels are refused before they are decoded; the limit of Pillow."""
+"""Images with more pixels are refused before they are decoded; Pillow warns of them."""
 LEAST_SIDE = 4
 """Images with a shorter side are refused: an array (1, 1, 3) has no unique order of height, width and channels."""
 
@@ -36,6 +43,12 @@ _SOURCE_KEYS = ("bytes", "image", "path", "url", "image_url")
 _CHANNELS = ((), (1,), (2,), (3,), (4,))
 _ROTATED = (5, 6, 7, 8)  # values of the EXIF orientation that swap width and height
 _LOADING = threading.Lock()
+_BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]{64,}={0,2}\s*")
+_URL = re.compile(r"https?://", re.IGNORECASE)
+
+
+class MediaError(ValueError):
+    """An image or video that cannot be used. The message names file and row, expected and found value."""
 
 
 @dataclass(frozen=True)
@@ -149,19 +162,12 @@ class RowImage:
 
         if not data:
             raise self._error("expected an image, found 0 bytes: write the file again, or remove the row")
-        ignore_size_warnings()  # the size is checked by `_open`
         try:
             return Image.open(io.BytesIO(data))
         except UnidentifiedImageError as error:
             raise self._error(
                 f"expected an image (PNG, JPEG, WebP, ...), found {len(data):,} bytes of another kind, which start "
                 f"with {data[:16]!r}: convert the file, or remove the row"
-            ) from error
-        except Image.DecompressionBombError as error:
-            pixels = re.search(r"\d+", str(error))
-            count = f"{int(pixels[0]):,}" if pixels else "more"
-            raise self._error(
-                f"expected at most {MOST_PIXELS:,} pixels, found {count} in {len(data):,} bytes: store a smaller one"
             ) from error
         except Exception as error:  # as above
             raise self._damaged(error) from error
@@ -218,16 +224,71 @@ class RowImage:
         return MediaError(f"{self.location}{_format_name(self._source)}: {problem}")
 
 
-def ignore_size_warnings() -> None:
-    """Ignore Pillow's warning of large images, which are refused here. `warnings.catch_warnings` is not thread-safe."""
-    from PIL import Image
-
-    if ("ignore", None, Image.DecompressionBombWarning, None, 0) not in warnings.filters:
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-
-
 def _format_name(source: Any) -> str:
     """The file name of a source that has one, in parentheses; otherwise an empty text."""
     path = source.get("path") if isinstance(source, Mapping) else source
     is_name = isinstance(path, str) and len(path) < 300 and path[:5].lower() != "data:"
     return f" ({path:.100})" if is_name else ""
+
+
+# ---- bytes of images and videos --------------------------------------------------------------------------------------
+
+
+def load_media(source: Any, folder: Path, error: Callable[[str], MediaError]) -> bytes | None:
+    """The bytes of an image or video; None for a source of another kind.
+
+    Args:
+        source: bytes, or as text a path, a data URI or base64 text.
+        folder: the folder that relative paths start from.
+        error: returns an error that names the row, for a message "expected ..., found ...".
+
+    Raises:
+        MediaError: no such file, one that cannot be read, invalid base64 text, or a URL.
+    """
+    if isinstance(source, bytes | bytearray | memoryview):
+        return bytes(source)
+    if not isinstance(source, str | Path):
+        return None
+    text = str(source)
+    if text[:5].lower() == "data:":
+        return _from_base64(urllib.parse.unquote(text.partition(",")[2]), error)
+    if _URL.match(text):
+        raise error(
+            f"expected a file or bytes, found the URL {text:.100}: download the file next to the data file, and write "
+            "its path"
+        )
+    try:
+        path = folder / Path(text.removeprefix("file://")).expanduser()
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):
+            return path.read_bytes()
+        actual = "a folder" if stat.S_ISDIR(mode) else "a device, pipe or socket"
+    except (FileNotFoundError, NotADirectoryError):
+        actual = "no such file"
+    except OSError as failure:  # a name that is too long, a loop of links, or a file that must not be read
+        actual = str(failure.strerror)
+    except (ValueError, RuntimeError) as failure:  # a null character, or the home folder of an unknown user
+        actual = str(failure)
+    if _BASE64.fullmatch(text):
+        return _from_base64(text, error)
+    start = "the current folder" if folder == Path() else "the folder of the data file"
+    raise error(
+        f"expected a file {text!r:.200} (in {resolved(folder)}), found {actual} (paths are relative to {start}): "
+        "correct the path or remove the row"
+    )
+
+
+def describe(value: Any) -> str:
+    """A value in an error message: one line of at most 200 characters."""
+    if isinstance(value, Mapping):
+        return f"a dict with the keys {', '.join(map(str, value))}"[:200]
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape} and dtype {value.dtype}"
+    return " ".join(reprlib.repr(value).split())[:200]
+
+
+def _from_base64(text: str, error: Callable[[str], MediaError]) -> bytes:
+    try:
+        return base64.b64decode(re.sub(r"\s", "", text).replace("-", "+").replace("_", "/"), validate=True)
+    except (binascii.Error, ValueError) as failure:  # ValueError: not ASCII
+        raise error(f"expected base64 text, found {text[:32]!r}... ({failure}): encode the file again") from failure

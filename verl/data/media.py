@@ -13,7 +13,7 @@ import numpy as np
 
 from verl.columns import strict_check_enabled
 from verl.config import schema
-from verl.data.media_source import MediaError
+from verl.data.images import MediaError
 from verl.data.messages import Message, read_message, with_settings
 from verl.data.tokenization import check_encodable, check_rendering, encode, render_chats
 
@@ -337,12 +337,7 @@ def rows_to_decode(count: int) -> Collection[int]:
     """The rows whose images are decoded when the data is read: evenly spaced ones; all in a strict check."""
     if strict_check_enabled():
         return range(count)
-    return first_and_spread(count, _DECODED)
-
-
-def first_and_spread(count: int, number: int) -> set[int]:
-    """The first `number` of `count` rows, and as many evenly spaced ones."""
-    return {*range(min(number, count)), *range(0, count, max(count // number, 1))}
+    return {*range(min(_DECODED, count)), *range(0, count, max(count // _DECODED, 1))}
 
 
 def note_unused_media_keys(data: schema.MediaSection, processor: Any) -> None:

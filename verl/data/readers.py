@@ -1,34 +1,30 @@
 """Readers of one data file: its rows as dicts.
 
-JSON Lines are always read from disk by byte offsets. Other files are read into memory; `verl.data.hub` streams parquet.
+JSON Lines are always read from disk by byte offsets. Other files are read into memory; `verl.data.hub` maps large
+parquet files.
 """
 
 import array
 import csv
 import json
-import logging
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
-import pyarrow.json
 import pyarrow.parquet as pq
 
 from verl.data.bad_rows import parse_json
 from verl.utils.data_names import source_name
 
-logger = logging.getLogger("verl.data")
-
 _CHUNK = 1024  # rows converted from Arrow to Python objects at a time
 _CSV_BLOCK = 1 << 26  # bytes of a CSV file that are parsed at a time; a row must fit into them
 _BOM = b"\xef\xbb\xbf"  # some programs write a byte order mark
 _LOCK = threading.RLock()  # for readers that are not thread-safe
-_SAMPLE = 1024  # lines of a streamed file that define its columns
 
 
 class File(ABC):
@@ -51,10 +47,6 @@ class File(ABC):
 
     def location(self, row: int) -> str:
         return f"{self.path}, row {row} (the first is 0)"
-
-    def column(self, name: str) -> Iterable[Any]:
-        """The values of one column, without the cost of the others where the format allows it."""
-        return (row[name] for row in self)
 
     def to_table(self) -> pa.Table:
         try:
@@ -86,9 +78,6 @@ class TableFile(File):
         for start in range(0, len(self), _CHUNK):
             yield from self.table.slice(start, _CHUNK).to_pylist()
 
-    def column(self, name: str) -> Iterable[Any]:
-        return (value for chunk in self.table[name].chunks for value in chunk.to_pylist())
-
     def to_table(self) -> pa.Table:
         return self.table
 
@@ -96,10 +85,10 @@ class TableFile(File):
 class JsonLines(File):
     """The rows of a file with one JSON object per line. Only the offsets of the lines are in memory.
 
-    A missing key is None. With `streaming` the first lines define the columns; otherwise all lines are parsed once.
+    All lines are parsed once. A missing key is None.
     """
 
-    def __init__(self, path: Path, streaming: bool = False):
+    def __init__(self, path: Path):
         super().__init__(path)
         self._file = path.open("rb", buffering=1 << 20)
         self._starts, self._sizes, self._lines = array.array("q"), array.array("q"), array.array("q")
@@ -110,9 +99,7 @@ class JsonLines(File):
                 self._sizes.append(len(line))
                 self._lines.append(number)
             position += len(line)
-        self.streaming = streaming
-        checked = range(min(_SAMPLE, len(self))) if streaming else range(len(self))
-        self.columns = tuple(dict.fromkeys(key for row in checked for key in self._parse(row)))
+        self.columns = tuple(dict.fromkeys(key for row in range(len(self)) for key in self._parse(row)))
         self._empty = dict.fromkeys(self.columns)
 
     def _parse(self, row: int) -> dict[str, Any]:
@@ -129,24 +116,7 @@ class JsonLines(File):
         return len(self._starts)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        record = self._parse(row)
-        if self.streaming and (extra := record.keys() - self._empty.keys()):
-            raise ValueError(
-                f"{self.location(row)}: the keys {sorted(extra)} are not in the first {_SAMPLE:,} lines, which define "
-                "the columns of a streamed file: add them to one of these lines, or set data.streaming=false"
-            )
-        return self._empty | record
-
-    def column(self, name: str) -> Iterable[Any]:
-        """By the parser of Arrow, which is several times faster, if all values are text."""
-        read = pa.json.ReadOptions(use_threads=False, block_size=max(1 << 24, 2 * max(self._sizes, default=0)))
-        schema = pa.schema([(name, pa.string())])
-        parse = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
-        try:
-            values = pa.json.read_json(self.path, read, parse)[name]
-        except pa.ArrowException:  # other values, or invalid rows, which the other parser names
-            return super().column(name)
-        return values.to_pylist() if len(values) == len(self) else super().column(name)
+        return self._empty | self._parse(row)
 
     def location(self, row: int) -> str:
         return f"{self.path}, line {self._lines[row]}"
@@ -200,13 +170,11 @@ class RowTable(File):
         return super().location(row) if self._name else f"row {row} (the first is 0)"
 
 
-def open_file(path: Path, streaming: bool) -> File:
+def open_file(path: Path) -> File:
     """Open a data file of any of the supported suffixes. Raises ValueError if it cannot be read."""
     is_json = path.suffix.lower() in (".json", ".jsonl")
     if is_json and not _is_list(path):
-        return JsonLines(path, streaming)
-    if streaming:
-        logger.info("%s is read into memory; write JSON Lines (.jsonl) or parquet to stream it", path)
+        return JsonLines(path)
     return JsonList(path) if is_json else TableFile(path)
 
 

@@ -4,7 +4,7 @@ import array
 import inspect
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 from torch.utils.data import Dataset
 
 from verl.agents.tools.load import tool_schemas
-from verl.columns import strict_check_enabled
 from verl.config import schema
 from verl.config.public.upstream import upstream_defaults
 from verl.data.bad_rows import check_values
@@ -28,42 +27,14 @@ from verl.data.columns import (
     reward_model,
 )
 from verl.data.dataset import DatasetConfig, Prompt, PromptDataset, describe_overlong, rows_to_use
-from verl.data.files import Rows, is_streamed, read_rows
-from verl.data.media import MediaPrompt, first_and_spread, media_columns
-from verl.data.media_source import FEWER_IMAGE_TOKENS
+from verl.data.files import Rows, read_rows
+from verl.data.images import FEWER_IMAGE_TOKENS
+from verl.data.media import MediaPrompt, media_columns
 from verl.data.readers import RowTable
 from verl.data.tokenization import TokenTable, refuse_media, truncate
 from verl.registry import load_object
 
 logger = logging.getLogger("verl.data")
-
-_CHECKED = 1024  # rows at the start of the data that are checked before training, and as many evenly spaced
-
-
-class LazyPrompts:
-    """A `TokenTable` without the tokens: lengths and largest id are of the rows that were checked.
-
-    Args:
-        rows: the rows.
-        ids_of: (rows, item) -> token ids.
-        limit: maximum length of a prompt.
-
-    Attributes:
-        checked: number of prompts that were appended.
-        longest: upper bound of the length of a prompt.
-        largest: the largest token id of the checked prompts.
-    """
-
-    def __init__(self, rows: Rows, tokenize: Callable[[Rows, int], list[int]], limit: int):
-        self.rows, self._tokenize = rows, tokenize
-        self.checked, self.largest, self.longest = 0, 0, limit
-
-    def append(self, ids: Sequence[int]) -> None:
-        self.checked += 1
-        self.largest = max(self.largest, max(ids))
-
-    def __getitem__(self, item: int) -> list[int]:
-        return self._tokenize(self.rows, item)
 
 
 class RLHFDataset(PromptDataset):
@@ -112,7 +83,6 @@ class RLHFDataset(PromptDataset):
         self.filter_overlong_prompts = self.config.filter_overlong_prompts
         self.apply_chat_template_kwargs = self.config.apply_chat_template_kwargs
         self._tokenized: Rows | None = None
-        self.streaming = self._rows is None and is_streamed(self.data_files, self.config.streaming)
         self._read_files_and_tokenize()
         if type(self).__getitem__ is RLHFDataset.__getitem__:
             self._ensure_tokenized()
@@ -122,7 +92,7 @@ class RLHFDataset(PromptDataset):
 
     def _read_files_and_tokenize(self) -> None:
         """Set `self.dataframe` to the rows to use."""
-        rows = self._rows or read_rows(self.data_files, streaming=self.streaming)
+        rows = self._rows or read_rows(self.data_files)
         self.dataframe = self.maybe_filter_out_long_prompts(rows)
 
     def _ensure_tokenized(self) -> None:
@@ -144,58 +114,13 @@ class RLHFDataset(PromptDataset):
         self._extra_info = extra_info_column(rows)
         self._reward_columns = reward_columns(rows, self.config, media_columns(self.config) if self.media else ())
         self._other_columns = other_columns(rows, self._reward_columns)
-        if self.streaming:
-            return self._stream(rows)
-        self._prompt_ids: TokenTable | LazyPrompts = TokenTable()
-        self._tokenized = rows.select(self._tokenize(rows))
+        self._prompt_ids = TokenTable()
+        self._sources: dict[str, int] = {}  # name -> its number
+        self._source_of_row = np.zeros(len(rows), dtype=np.int32)
+        kept = self._tokenize(rows)
+        self._tokenized, self._source_of_item = rows.select(kept), self._source_of_row[kept]
         logger.info("tokenized %s prompts in %.1f s", f"{len(self._tokenized):,}", time.perf_counter() - start)
         return self._tokenized
-
-    def _stream(self, rows: Rows) -> Rows:
-        """The rows to use of files that are read from disk: prompts are tokenized when they are read.
-
-        All rows are checked first only if overlong prompts are dropped, or with VERL_STRICT_DATA_CHECK=1; that keeps
-        the numbers of the rows in memory, not the rows. Otherwise, a sample of the rows is checked.
-        """
-        self._prompt_ids = LazyPrompts(rows, self._tokenize_row, self.config.max_prompt_length)
-        count = rows_to_use(rows, self.max_samples)
-        if self.config.filter_overlong_prompts or self.config.max_bad_rows or strict_check_enabled():
-            kept = self._tokenize(rows)
-        else:
-            kept = range(count)
-            self._tokenize(rows, first_and_spread(count, _CHECKED))
-            logger.info(
-                "streaming %s prompts: a sample of %s is checked now, the others when they are read",
-                f"{count:,}",
-                f"{self._prompt_ids.checked:,}",
-            )
-        self._tokenized = self._prompt_ids.rows = rows.select(kept)
-        return self._tokenized
-
-    def _tokenize_row(self, rows: Rows, item: int) -> list[int]:
-        """Check a row of `rows` and tokenize its prompt."""
-        location = rows.location(item)
-        prompt = self._check_row(rows[item], rows, item)
-        ((ids, _),) = self._encode([prompt], lambda i: location)
-        limit, truncation = self.config.max_prompt_length, self.config.truncation
-        if len(ids) > limit and truncation == "error":
-            raise ValueError(
-                f"data.max_prompt_length: {location} has {len(ids):,} tokens, the limit is {limit:,}. Increase the "
-                "limit, or set data.filter_overlong_prompts=True to drop longer prompts before training (one pass over "
-                "the data), or data.truncation to left, right or middle"
-            )
-        return self._truncated(prompt, ids)
-
-    def _truncated(self, prompt: Prompt, ids: list[int]) -> list[int]:
-        """A prompt within the limit. Raises ValueError for one with images, whose tokens must all be kept."""
-        config = self.config
-        if len(ids) > config.max_prompt_length and isinstance(prompt, MediaPrompt):
-            raise ValueError(
-                f"{prompt.location}: the prompt has {len(ids):,} tokens with those of its images or videos, more than "
-                f"data.max_prompt_length={config.max_prompt_length:,}, and truncation would cut an image: set "
-                f"data.filter_overlong_prompts=True, increase the limit, or {FEWER_IMAGE_TOKENS}"
-            )
-        return truncate(ids, config.max_prompt_length, config.truncation)
 
     def __len__(self) -> int:
         return len(self.dataframe)
@@ -228,9 +153,7 @@ class RLHFDataset(PromptDataset):
     def items_by_source(self) -> dict[str, np.ndarray]:
         """The items of each data source, by which their reward is selected."""
         self._ensure_tokenized()
-        keys = (self.config.reward_fn_key, "data_source")
-        indices, names = self.dataframe.sources(next((key for key in keys if key in self.dataframe.columns), None))
-        items = {name: np.flatnonzero(indices == i) for i, name in enumerate(names)}
+        items = {name: np.flatnonzero(self._source_of_item == i) for name, i in self._sources.items()}
         return {name: each for name, each in items.items() if len(each)}
 
     def describe(self, item: int) -> tuple[str, list[str]]:
@@ -242,18 +165,23 @@ class RLHFDataset(PromptDataset):
             return self.tokenizer.decode(ids), []
         return self.tokenizer.decode(self.media.process(prompt)["raw_prompt_ids"]), prompt.describe()
 
-    def _tokenize(self, rows: Rows, only: Collection[int] | None = None) -> array.array:
-        """Check the rows, or `only` some, and tokenize their prompts. Returns the indices of those that fit."""
+    def _tokenize(self, rows: Rows) -> array.array:
+        """Check the rows, and tokenize their prompts. Returns the indices of those that fit."""
         config, overlong, kept = self.config, {}, array.array("q")  # overlong: row -> tokens
         count = rows_to_use(rows, self.max_samples)
-        only = self._drop_bad_rows(rows, count, only)
+        only = self._drop_bad_rows(rows, count)
         for index, (ids, _) in self._tokenized_rows(rows, count, only):
             if len(ids) > config.max_prompt_length:
                 overlong[index] = len(ids)
                 if config.filter_overlong_prompts or config.truncation == "error":
                     continue
-                if self.media is not None:
-                    self._truncated(self._prompt(rows[index], rows, index), ids)
+                if self.media is not None and isinstance(self._prompt(rows[index], rows, index), MediaPrompt):
+                    raise ValueError(
+                        f"{rows.location(index)}: the prompt has {len(ids):,} tokens with those of its images or "
+                        f"videos, more than data.max_prompt_length={config.max_prompt_length:,}, and truncation would "
+                        "cut an image: set data.filter_overlong_prompts=True, increase the limit, or "
+                        f"{FEWER_IMAGE_TOKENS}"
+                    )
                 ids = truncate(ids, config.max_prompt_length, config.truncation)
             kept.append(index)
             self._prompt_ids.append(ids)
@@ -266,7 +194,9 @@ class RLHFDataset(PromptDataset):
         check_values(row, location)
         refuse_media(row, self._refused, location)
         reward_model(row, location, self.config.ground_truth_key)
-        data_source(row, rows, index, self.config.reward_fn_key)
+        source = data_source(row, rows, index, self.config.reward_fn_key)
+        source = str(row.get(self.config.reward_fn_key, source))
+        self._source_of_row[index] = self._sources.setdefault(source, len(self._sources))
         if not isinstance(extra := row.get(self._extra_info) or {}, Mapping):
             raise ValueError(f"{location}: expected a dict in column {self._extra_info!r}, found {extra!r}")
         return self._prompt(row, rows, index)

@@ -15,8 +15,8 @@ from verl.data.chat import encode_conversations
 from verl.data.dataset import DatasetConfig, Encoded, TokenizedDataset, describe_overlong, rows_to_use
 from verl.data.files import Rows, read_rows
 from verl.data.forms import CHATS, PROMPTS, RESPONSES, as_messages, note_columns, read_prompt_column
+from verl.data.images import FEWER_IMAGE_TOKENS, MediaError
 from verl.data.media import MediaPrompt
-from verl.data.media_source import FEWER_IMAGE_TOKENS, MediaError
 from verl.data.messages import TRAINED, Message, with_settings
 from verl.data.sequences import build_sequences
 from verl.data.tokenization import (
@@ -149,7 +149,7 @@ class SFTDataset(TokenizedDataset):
 
     def _tokenize(self) -> None:
         overlong = {}  # row -> tokens
-        usable = self._drop_bad_rows(self.rows, self._count, None)
+        usable = self._drop_bad_rows(self.rows, self._count)
         for index, (ids, mask) in self._tokenized_rows(self.rows, self._count, usable):
             if len(ids) > self.config.max_length:
                 overlong[index] = len(ids)

@@ -9,8 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from verl.data.images import EXTERNAL_FORMATS, MOST_PIXELS, NO_LIMITS, ImageLimits, RowImage, ignore_size_warnings
-from verl.data.media_source import MediaError, describe, load_media
+from verl.data.images import (
+    EXTERNAL_FORMATS,
+    MOST_PIXELS,
+    NO_LIMITS,
+    ImageLimits,
+    MediaError,
+    RowImage,
+    describe,
+    load_media,
+)
 
 DEFAULT_FPS = 2.0
 """Frames per second of a list of frames that has no `fps`: that of Qwen-VL."""
@@ -153,7 +161,6 @@ class Video:
         """The frames of an image; None for another file."""
         from PIL import Image, UnidentifiedImageError
 
-        ignore_size_warnings()  # the size is checked by `RowImage`
         try:
             image = Image.open(io.BytesIO(data))
             if image.format in EXTERNAL_FORMATS:

@@ -1,7 +1,7 @@
 """Generation without training: prompts -> repeat -> gen -> decode -> write.
 
-Responses are stored in shards. A run that was interrupted resumes when the same command is run again, and its output
-equals that of an uninterrupted run.
+Responses are saved after each batch of prompts. A run that was interrupted resumes when the same command is run again,
+and its output equals that of an uninterrupted run.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from verl.data.media import note_unused_media_keys
 from verl.data.processor import load_processor
 from verl.data.tokenization import load_tokenizer
 from verl.dataflow import DataFlow, Operator
-from verl.evaluation.prompts import PromptSet, Responses, ResponseShards, check_output, write_output
+from verl.evaluation.prompts import PromptSet, Responses, SavedResponses, check_output, write_output
 from verl.protocol import DataProto
 from verl.rollout.request import stop_strings
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
@@ -89,14 +89,8 @@ class GenerationRun:
         fix = "remove longer prompts from the file"
         limits.check_response_length(prompt_ids.longest, rollout.response_length, "rollout.response_length", fix)
         check_output(self.prompts, self.output)
-        self.shards = ResponseShards(
-            self.output,
-            self.settings(),
-            prompts=len(self.prompts),
-            prompts_per_shard=data.batch_size,
-            n=data.n_samples,
-        )
-        self.finished = self.shards.is_finished()
+        self.saved = SavedResponses(self.output, self.settings(), prompts=len(self.prompts), n=data.n_samples)
+        self.finished = self.saved.is_finished()
 
     def passed_checks(self) -> Sequence[str]:
         """Return the names of the checks that have passed."""
@@ -107,7 +101,7 @@ class GenerationRun:
         if self.finished:
             return f"would do nothing: {self.output} already exists, generated with these settings"
         config, total = self.config, len(self.prompts)
-        done = total - self._count(self.shards.missing())
+        done = total - len(self.saved.missing())
         resumed = f", {done:,} of them already generated" if done else ""
         return (
             f"would generate {config.data.n_samples} responses to each of {total:,} prompts{resumed}, of at most "
@@ -128,15 +122,14 @@ class GenerationRun:
 
     # ---- generation -------------------------------------------------------------------------------------------------
 
-    def build_flow(self, missing: Sequence[int]) -> DataFlow:
-        """Return a flow whose every pass generates the next of the `missing` shards."""
-        shards, remaining = self.shards, iter(missing)
+    def build_flow(self, batches: Sequence[Sequence[int]]) -> DataFlow:
+        """Return a flow whose every pass generates the responses to the next of the `batches` of prompts."""
+        saved, remaining = self.saved, iter(batches)
 
         def prompts() -> DataProto:
-            # the uid is the index of the prompt: responses depend neither on the shards nor on an interruption
-            shard = next(remaining)
-            columns = self.prompts.columns(shards.prompt_indices(shard))
-            return DataProto.from_dict(non_tensors=columns, meta_info={"shard": shard})
+            # the uid is the index of the prompt: responses depend neither on the batches nor on an interruption
+            indices = next(remaining)
+            return DataProto.from_dict(non_tensors=self.prompts.columns(indices), meta_info={"prompts": indices})
 
         def gen(batch: DataProto) -> DataProto:
             names = [name for name in _PROMPT if name in batch]
@@ -151,14 +144,14 @@ class GenerationRun:
             texts, ids, reasons = (
                 batch.non_tensor_batch[name] for name in ("response", "response_ids", "finish_reason")
             )
-            groups = [slice(start, start + shards.n) for start in range(0, len(batch), shards.n)]
+            groups = [slice(start, start + saved.n) for start in range(0, len(batch), saved.n)]
             responses = [Responses(list(texts[g]), [len(row) for row in ids[g]], list(reasons[g])) for g in groups]
-            shards.write(batch.meta_info["shard"], responses)
+            saved.append(batch.meta_info["prompts"], responses)
 
         return DataFlow(
             [
                 Operator("prompts", prompts, writes=("prompt_ids", "uid")),
-                Operator("repeat", repeat(shards.n)),
+                Operator("repeat", repeat(saved.n)),
                 Operator("gen", gen, reads=("prompt_ids", "uid"), writes=("response_ids", "finish_reason")),
                 Operator("decode", decode, reads=("response_ids",), writes=("response",)),
                 Operator("write", write, reads=("response", "response_ids", "finish_reason")),
@@ -186,13 +179,11 @@ class GenerationRun:
         """Generate the missing responses and write the output. Returns its path."""
         if self.finished:
             logger.info("%s already exists, generated with these settings: nothing to do", self.output)
-            self.shards.delete()
+            self.saved.path.unlink(missing_ok=True)
             return self.output
-        self.shards.open()
-        missing = self.shards.missing()
-        if missing:
+        if missing := self.saved.missing():
             self._generate(missing)
-        responses = self.shards.read()
+        responses = [item for _, item in sorted(self.saved.read().items())]
         reasons = [reason for item in responses for reason in item.finish_reasons]
         counts = {
             "prompts": len(responses),
@@ -200,9 +191,9 @@ class GenerationRun:
             "tokens": sum(sum(item.tokens) for item in responses),
             "cut": reasons.count("length"),
         }
-        self.shards.finish(counts)
+        self.saved.finish(counts)
         write_output(self.prompts, [item.responses for item in responses], self.output)
-        self.shards.delete()
+        self.saved.path.unlink()
         logger.info(
             "wrote %s: %s prompts x %d = %s responses, %.1f tokens on average, %.1f %% truncated at "
             "rollout.response_length=%d",
@@ -217,18 +208,19 @@ class GenerationRun:
         return self.output
 
     def _generate(self, missing: Sequence[int]) -> None:
-        total = len(self.prompts)
-        done = total - self._count(missing)
+        total, size = len(self.prompts), self.config.data.batch_size
+        batches = [missing[start : start + size] for start in range(0, len(missing), size)]
+        done = total - len(missing)
         if done:
             logger.info("resuming: %s of %s prompts are finished", f"{done:,}", f"{total:,}")
-        pipeline = self.build_flow(missing).compile()
-        pipeline.log_level = logging.DEBUG  # a line per shard is enough
+        pipeline = self.build_flow(batches).compile()
+        pipeline.log_level = logging.DEBUG  # a line per batch is enough
         self.init_workers()
         start, before, tokens = time.monotonic(), done, 0
         try:
-            for shard in missing:
+            for prompts in batches:
                 batch = pipeline.run()
-                done += len(self.shards.prompt_indices(shard))
+                done += len(prompts)
                 tokens += sum(map(len, batch.non_tensor_batch["response_ids"]))
                 seconds = time.monotonic() - start
                 logger.info(
@@ -243,9 +235,6 @@ class GenerationRun:
             raise
         finally:
             self.roles["rollout"].shutdown()
-
-    def _count(self, shards: Sequence[int]) -> int:
-        return sum(len(self.shards.prompt_indices(shard)) for shard in shards)
 
 
 def _checksum(path: str) -> str:

@@ -1,17 +1,15 @@
-"""Files of offline generation: the prompts, the prompts with their responses, and shards of these to resume from."""
+"""Files of offline generation: the prompts, the prompts with their responses, and those generated so far."""
 
 import hashlib
 import io
 import json
-import logging
 import os
-import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -20,10 +18,10 @@ from verl.config.schema.offline import GenerationConfig
 from verl.data.dataset import Prompt, PromptDataset, describe_overlong, rows_to_use
 from verl.data.files import Rows, read_rows
 from verl.data.forms import PROMPTS, find_column, note_columns
-from verl.data.media import media_columns
-from verl.data.media_source import FEWER_IMAGE_TOKENS
+from verl.data.images import FEWER_IMAGE_TOKENS
 from verl.data.tokenization import TokenTable, refuse_media
-from verl.utils.paths import resolved
+from verl.tracking.runs import json_line, read_lines
+from verl.utils.disk import raise_disk_full
 
 RESPONSES = "responses"
 """The column with the responses in the output file."""
@@ -103,8 +101,6 @@ class PromptSet(PromptDataset):
 def check_output(prompts: PromptSet, path: Path) -> None:
     """Check before generation that the rows can be written to a file of this type.
 
-    Paths of images and videos are looked up by the writer; here at most those of the first row.
-
     Args:
         path: .parquet (keeps the types of the columns) or .jsonl.
 
@@ -113,11 +109,11 @@ def check_output(prompts: PromptSet, path: Path) -> None:
     """
     check_folder("data.output_path", path.parent)
     if path.suffix == ".jsonl":
-        for _ in _lines(prompts, [[""]] * len(prompts), None):
+        for _ in _lines(prompts, [[""]] * len(prompts)):
             pass
     else:
         try:
-            pq.write_table(_table(prompts, [[""]], path.parent), io.BytesIO())
+            pq.write_table(_table(prompts, [[""]]), io.BytesIO())
         except (ValueError, pa.ArrowException) as error:
             raise ValueError(
                 f"data.output_path: cannot write the rows as parquet, use a file that ends with .jsonl: {error}"
@@ -125,39 +121,27 @@ def check_output(prompts: PromptSet, path: Path) -> None:
 
 
 def write_output(prompts: PromptSet, responses: list[list[str]], path: Path) -> None:
-    """Write the columns of the input and the responses, a list of texts for each prompt.
-
-    Paths of images and videos start from the folder of the output, as in every data file.
-    """
+    """Write the columns of the input and the responses, a list of texts for each prompt."""
     with atomic_write(path) as draft:
         if path.suffix == ".jsonl":
             with draft.open("w", encoding="utf-8", errors="backslashreplace") as file:
-                file.writelines(_lines(prompts, responses, path.parent))
+                file.writelines(_lines(prompts, responses))
         else:
-            pq.write_table(_table(prompts, responses, path.parent), draft)
+            pq.write_table(_table(prompts, responses), draft)
 
 
-def _table(prompts: PromptSet, responses: list[list[str]], folder: Path) -> pa.Table:
-    """The first rows, as many as there are responses. folder: of the output."""
+def _table(prompts: PromptSet, responses: list[list[str]]) -> pa.Table:
+    """The first rows, as many as there are responses."""
     table, column = prompts.rows.to_table().slice(0, len(responses)), pa.array(responses, type=pa.list_(pa.string()))
-    rows = [prompts.rows[i] for i in range(len(responses))] if prompts.media is not None else []
-    moved = [_relocated(prompts, i, row, folder) for i, row in enumerate(rows)]
-    for name in moved[0] if moved else ():
-        values = [row[name] for row in moved]
-        if values != [row[name] for row in rows]:
-            number = table.column_names.index(name)
-            table = table.set_column(number, name, pa.array(values, type=table.schema.field(name).type))
     if "data_source" not in table.column_names:  # the name that training gives the rows
         table = table.append_column("data_source", pa.array([prompts.rows.source(i) for i in range(len(responses))]))
     return table.append_column(RESPONSES, column)
 
 
-def _lines(prompts: PromptSet, responses: list[list[str]], folder: Path | None) -> Iterator[str]:
-    """folder: of the output; None: paths stay those of the input."""
+def _lines(prompts: PromptSet, responses: list[list[str]]) -> Iterator[str]:
     for i, (row, texts) in enumerate(zip(prompts.rows, responses)):
-        moved = _relocated(prompts, i, row, folder) if folder is not None else {}
         try:
-            row = {"data_source": prompts.rows.source(i), **row, **moved, RESPONSES: texts}
+            row = {"data_source": prompts.rows.source(i), **row, RESPONSES: texts}
             yield json.dumps(row, ensure_ascii=False) + "\n"
         except TypeError as error:
             raise ValueError(
@@ -166,66 +150,22 @@ def _lines(prompts: PromptSet, responses: list[list[str]], folder: Path | None) 
             ) from error
 
 
-def _relocated(prompts: PromptSet, index: int, row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The columns of a row that may have paths of images and videos, which start from the folder of the output."""
-    if prompts.media is None:
-        return {}
-    columns, start = (*media_columns(prompts.config), prompts.prompt_key), prompts.rows.folder(index)
-    return {name: relocated(row[name], start, folder, name != prompts.prompt_key) for name in columns if name in row}
-
-
-#: keys of a content part or a source that may be a path
-_PATH_KEYS = ("image", "images", "video", "videos", "path", "url", "image_url", "content")
-
-
-def relocated(value: Any, folder: Path, target: Path, is_source: bool = True) -> Any:
-    """A value of a row whose paths of images and videos start from another folder.
-
-    Args:
-        value: of a column with images, videos or chat messages.
-        folder: where its relative paths start.
-        target: where those of the result start. Paths that are absolute, and texts that are no file, are kept.
-        is_source: whether a text may be a path; false for a column of prompts.
-    """
-    if isinstance(value, str):
-        is_relative = is_source and not value.startswith(("data:", "http://", "https://", "file://", "~", "/"))
-        is_moved = is_relative and _is_file(folder / value)
-        return os.path.relpath(resolved(folder) / value, resolved(target)) if is_moved else value
-    if isinstance(value, Mapping):
-        names = [name for name in _PATH_KEYS if name in value and value.get("bytes") is None]
-        return {**value, **{name: relocated(value[name], folder, target, name != "content") for name in names}}
-    if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object):
-        return [relocated(each, folder, target, is_source) for each in value]
-    return value
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a text that is no path
-        return False
-
-
 # ---- responses on disk during generation ----------------------------------------------------------------------------
 
 # So that a run killed at any moment can resume:
 #
-#   <output>.parts/<digest>/settings.json      the settings of the responses; the digest is their checksum
-#   <output>.parts/<digest>/part-00003.jsonl   a shard: the responses to one batch of prompts, one line per prompt
-#   <output>                                   all responses, written after the last shard, which deletes the shards
-#   <output>.settings.json                     the settings of the finished file, and counts
+#   <output>.<digest>.partial.jsonl   the responses so far, one line per prompt; the digest is that of the settings
+#   <output>                          all responses, written after the last batch; then the partial file is deleted
+#   <output>.settings.json            the settings of the finished file, and counts
 #
-# Every file is written atomically. A run with other settings, prompts or model files has another digest, so responses
-# of different runs are never mixed.
-
-logger = logging.getLogger("verl.trainer")
+# A run with other settings, prompts or model files has another digest, so responses of different runs are never mixed.
 
 Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Responses:
-    """The responses to one prompt. The attributes are the keys of a line of a shard.
+    """The responses to one prompt. The attributes are keys of a line of the partial file.
 
     Attributes:
         tokens: Their lengths in tokens.
@@ -259,19 +199,17 @@ def settings_file(output: Path) -> Path:
     return output.with_name(f"{output.name}.settings.json")
 
 
-class ResponseShards:
-    """The shards of one output file.
+class SavedResponses:
+    """The responses to the prompts of one output file that are generated already.
 
     Args:
         settings: Everything the responses depend on.
         n: Number of responses per prompt.
     """
 
-    def __init__(self, output: Path, settings: Settings, *, prompts: int, prompts_per_shard: int, n: int):
-        self.output = output
-        self.settings = dict(settings)
-        self.prompts, self.prompts_per_shard, self.n = prompts, prompts_per_shard, n
-        self.folder = output.with_name(f"{output.name}.parts") / settings_digest(settings)
+    def __init__(self, output: Path, settings: Settings, *, prompts: int, n: int):
+        self.output, self.settings, self.prompts, self.n = output, dict(settings), prompts, n
+        self.path = output.with_name(f"{output.name}.{settings_digest(settings)}.partial.jsonl")
 
     def is_finished(self) -> bool:
         """Whether the output exists and was generated with these settings.
@@ -291,64 +229,32 @@ class ResponseShards:
             f"data.output_path: {self.output} already exists, {state}: choose another file, or delete this one"
         )
 
-    def open(self) -> None:
-        """Create the folder."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with atomic_write(self.folder / "settings.json") as draft:
-            draft.write_text(json.dumps(self.settings, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-    def prompt_indices(self, shard: int) -> range:
-        """Return the indices of the prompts of a shard."""
-        return range(shard * self.prompts_per_shard, min((shard + 1) * self.prompts_per_shard, self.prompts))
+    def read(self) -> dict[int, Responses]:
+        """Return prompt -> its responses. Damaged lines are skipped: these prompts are generated again."""
+        saved = {}
+        for line in read_lines(self.path):
+            with suppress(KeyError, TypeError):  # other keys
+                prompt, responses = line.pop("prompt"), Responses(**line)
+                if len(responses.responses) == self.n:
+                    saved[prompt] = responses
+        return saved
 
     def missing(self) -> list[int]:
-        """Return the shards that must be generated. Damaged shards are logged and included."""
-        return [shard for shard in range(self._count) if not self._is_usable(shard)]
+        """Return the prompts that have no responses."""
+        saved = self.read()
+        return [prompt for prompt in range(self.prompts) if prompt not in saved]
 
-    def write(self, shard: int, responses: Sequence[Responses]) -> None:
-        """Write the responses to the prompts of a shard."""
-        with atomic_write(self._path(shard)) as draft:
-            draft.write_text("".join(json.dumps(asdict(item)) + "\n" for item in responses), encoding="utf-8")
-
-    def read(self) -> list[Responses]:
-        """Return the responses to all prompts, in order. All shards must exist."""
-        return [item for shard in range(self._count) for item in self._read(shard)]
+    def append(self, prompts: Sequence[int], responses: Sequence[Responses]) -> None:
+        """Save the responses to some prompts; they are on disk when it returns."""
+        lines = [json_line({"prompt": prompt, **asdict(item)}) for prompt, item in zip(prompts, responses)]
+        advice = "Free some space and run the same command again"
+        with raise_disk_full(self.path.name, self.path.parent, advice), self.path.open("a", encoding="utf-8") as file:
+            file.write("\n" + "".join(lines))  # the last line may be that of a killed process
+            file.flush()
+            os.fsync(file.fileno())
 
     def finish(self, counts: Mapping[str, Any]) -> None:
         """Write the settings file of the output. Called before the output is written."""
         about = {"settings": self.settings, **counts}
         with atomic_write(settings_file(self.output)) as draft:
             draft.write_text(json.dumps(about, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-    def delete(self) -> None:
-        """Delete the shards, if they exist. Those of other settings are kept."""
-        if not self.folder.is_dir():
-            return
-        shutil.rmtree(self.folder)
-        if not any(self.folder.parent.iterdir()):
-            self.folder.parent.rmdir()
-
-    @property
-    def _count(self) -> int:
-        return -(-self.prompts // self.prompts_per_shard)
-
-    def _path(self, shard: int) -> Path:
-        return self.folder / f"part-{shard:05d}.jsonl"
-
-    def _read(self, shard: int) -> list[Responses]:
-        return [Responses(**json.loads(line)) for line in self._path(shard).read_text(encoding="utf-8").splitlines()]
-
-    def _is_usable(self, shard: int) -> bool:
-        if not self._path(shard).is_file():
-            return False
-        try:
-            responses = self._read(shard)
-        except (ValueError, TypeError) as error:
-            logger.warning("%s is damaged and will be generated again: %s", self._path(shard), error)
-            return False
-        complete = len(responses) == len(self.prompt_indices(shard)) and all(
-            len(r.responses) == self.n for r in responses
-        )
-        if not complete:
-            logger.warning("%s is incomplete and will be generated again", self._path(shard))
-        return complete

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoints.atomic import atomic_write, set_aside_irregular
+from verl.checkpoints.atomic import atomic_write
 from verl.tracking.runs import append_line, open_steps, read_lines, write_lines
 from verl.utils.paths import resolved
 from verl.utils.redaction import redact_text
@@ -74,7 +74,6 @@ class RunRecord:
     def __enter__(self) -> "RunRecord":
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in (self.folder / "run.json", self.folder / "warnings.jsonl"):
-            set_aside_irregular(path)
             if self._is_new and path.is_file():
                 self._before[path.name] = path.read_bytes(), path.stat().st_mtime
         self._write()

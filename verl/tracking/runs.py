@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from verl.checkpoints.atomic import atomic_write, set_aside_irregular
+from verl.checkpoints.atomic import atomic_write
 from verl.tracking.formatting import Series
 from verl.utils.paths import resolved
 
@@ -63,8 +63,6 @@ def open_steps(path: Path, resume_step: int, is_complete: bool = False) -> TextI
         resume_step: 0: a run from the beginning, which writes step 0 (its first validation) too, so no line is kept.
         is_complete: whether every step has a line; a file that ends before `resume_step` is logged as a warning.
     """
-    set_aside_irregular(path)
-    set_aside_irregular(path.with_suffix(".dropped.jsonl"))
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     steps = [_read_step(line) for line in lines]
     kept = [step is not None and resume_step > 0 and step <= resume_step for step in steps]

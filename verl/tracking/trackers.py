@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 from verl.tracking.console import TrainingProgress
 from verl.tracking.formatting import format_headline, format_line, format_number
 from verl.tracking.runs import json_line, open_steps
@@ -53,20 +51,6 @@ def thumbnail(image: Any) -> str:
     small.save(buffers["jpeg"], "JPEG", quality=80)
     image_format = "png" if buffers["png"].tell() <= max(2048, buffers["jpeg"].tell()) else "jpeg"
     return f"{_PREFIX}{image_format};base64,{base64.b64encode(buffers[image_format].getvalue()).decode()}"
-
-
-def are_thumbnails(value: Any) -> bool:
-    """Whether a field of a sample is a list of thumbnails."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        return False
-    return all(isinstance(item, str) and item.startswith(_PREFIX) for item in value)
-
-
-def decode_thumbnail(uri: str) -> Any:
-    """The PIL image of a thumbnail."""
-    from PIL import Image
-
-    return Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
 
 
 logger = logging.getLogger(__name__)
@@ -147,9 +131,10 @@ class ConsoleTracker(Tracker):
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
         format_text = printable if self.run.progress is not None and self.run.progress.is_live else format_line
-        for i, row in enumerate(without_thumbnails(rows), 1):
-            values = {key: format_number(v) if isinstance(v, float) else format_text(str(v)) for key, v in row.items()}
-            lines = [f"  {key}: {text}".replace("\n", "\n    ") for key, text in values.items()]
+        for i, row in enumerate(rows, 1):
+            cells = {key: _cell(value) for key, value in row.items()}
+            texts = {k: format_number(v) if isinstance(v, float) else format_text(str(v)) for k, v in cells.items()}
+            lines = [f"  {key}: {text}".replace("\n", "\n    ") for key, text in texts.items()]
             logger.info("step %d, %s %d of %d\n%s", step, name, i, len(rows), "\n".join(lines))
 
     def finish(self, failed: bool) -> None:
@@ -208,10 +193,7 @@ class TensorboardTracker(Tracker):
         self._writer.flush()
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
-        self._writer.add_text(name, _markdown(without_thumbnails(rows)), step)
-        for i, row in enumerate(rows):
-            if are_thumbnails(images := row.get("images")):
-                self._writer.add_image(f"{name}/{i}", np.asarray(decode_thumbnail(images[0])), step, dataformats="HWC")
+        self._writer.add_text(name, _markdown(rows), step)
 
     def finish(self, failed: bool) -> None:
         self._writer.close()
@@ -248,12 +230,8 @@ class WandbTracker(Tracker):
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
         columns = list(rows[0])
-        table = self._wandb.Table(columns=columns, data=[[self._cell(row[c]) for c in columns] for row in rows])
+        table = self._wandb.Table(columns=columns, data=[[_cell(row[c]) for c in columns] for row in rows])
         self._run.log({name: table, "training/global_step": step})
-
-    def _cell(self, value: Any) -> Any:
-        """Of several images the first is shown."""
-        return self._wandb.Image(decode_thumbnail(value[0])) if are_thumbnails(value) else _cell(value)
 
     def finish(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
@@ -302,7 +280,6 @@ class MlflowTracker(Tracker):
         self._client.log_batch(self._id, metrics=entries)
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
-        rows = without_thumbnails(rows)
         table = {column: [_cell(row[column]) for row in rows] for column in rows[0]}
         self._client.log_table(self._id, table, f"{name}/step_{step}.json")
 
@@ -324,7 +301,6 @@ class SwanlabTracker(Tracker):
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
-        rows = without_thumbnails(rows)
         table = self._swanlab.echarts.Table()
         table.add(list(rows[0]), [[_cell(value) for value in row.values()] for row in rows])
         self._run.log({name: table}, step=step)
@@ -333,19 +309,16 @@ class SwanlabTracker(Tracker):
         self._run.finish(state="crashed" if failed else "success")
 
 
-def without_thumbnails(rows: Rows) -> Rows:
-    """Samples whose thumbnails are replaced by their number, for destinations of text."""
-    return [{k: f"{len(v)} images" if are_thumbnails(v) else v for k, v in row.items()} for row in rows]
-
-
 def _cell(value: Any) -> str | float:
-    """The value of a table cell: a number as it is, anything else as text."""
+    """The value of a table cell: a number as it is, the number of thumbnails, anything else as text."""
+    if isinstance(value, list) and value and all(str(item).startswith(_PREFIX) for item in value):
+        return f"{len(value)} images"
     return value if isinstance(value, int | float) else str(value)
 
 
 def _markdown(rows: Rows) -> str:
     columns = list(rows[0])
-    lines = [columns, ["---"] * len(columns), *([str(row[c]) for c in columns] for row in rows)]
+    lines = [columns, ["---"] * len(columns), *([str(_cell(row[c])) for c in columns] for row in rows)]
     return "\n".join("| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in line) + " |" for line in lines)
 
 

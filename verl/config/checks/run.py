@@ -133,15 +133,13 @@ def check_dataset_class(config: Config | SFTConfig) -> Iterator[Problem]:
 
 
 def check_sampler(config: Config) -> Iterator[Problem]:
-    """A custom sampler has a file and a name, and is the only source of the order."""
+    """A custom sampler has a file and a name."""
     sampler = config.data.sampler
     if (sampler.class_path is None) != (sampler.class_name is None):
         yield Problem(
             "data.sampler.class_name",
             f"class_path is {sampler.class_path!r} and class_name is {sampler.class_name!r}: set both or neither",
         )
-    if sampler.class_path and config.data.train_weights:
-        yield Problem("data.sampler.class_path", "decides the order, as data.train_weights does: remove one of them")
 
 
 def check_kernels(config: Config) -> Iterator[Problem]:

@@ -1,8 +1,6 @@
 """The `data` section of RL: prompts for training and validation."""
 
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from verl.config.fields import FilePath, FilePaths, Section, field, is_set, section
 
@@ -28,10 +26,10 @@ class SamplerConfig(Section):
     """`data.sampler`: a custom order of the training prompts."""
 
     class_path: FilePath | None = field(None, "Python file or module")
-    class_name: str | None = field(None, "name of the class, a verl.data.samplers.AbstractSampler")
+    class_name: str | None = field(None, "name of the class, a verl.data.order.AbstractSampler")
 
 
-BAD_ROWS = "training rows that may be dropped because they cannot be used; they are listed in bad_rows.jsonl"
+BAD_ROWS = "training rows that may be dropped because they cannot be used"
 
 
 NUM_WORKERS = "threads that prepare the next batch during a step; null: 0 for text, up to 8 for images"
@@ -53,10 +51,8 @@ class DataConfig(MediaSection):
 
     train_files: FilePaths = field([], "training data: .parquet, .jsonl, .json, .csv, or hub names")
     val_files: FilePaths = field([], "validation data")
-    train_weights: list[Annotated[float, Field(gt=0)]] = field([], "weight of each of train_files; empty: concatenate")
-    train_max_samples: int = field(-1, "training rows to use (of each entry with train_weights); -1: all", ge=-1)
+    train_max_samples: int = field(-1, "number of training rows to use; -1: all", ge=-1)
     val_max_samples: int = field(-1, "number of validation rows to use; -1: all", ge=-1)
-    streaming: bool | None = field(None, "read rows from disk when they are used; null: files over 1 GiB")
     train_batch_size: int = field(1024, "PROMPTS per training step", ge=1)
     gen_batch_size: int | None = field(None, "prompts per generation with filter_groups; null: train_batch_size", ge=1)
     val_batch_size: int | None = field(None, "prompts per validation batch; null: all at once", ge=1)

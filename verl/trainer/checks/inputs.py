@@ -15,7 +15,6 @@ from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import parameter_names
 from verl.config import schema
 from verl.data.collate import check_dataset
-from verl.data.mixture import datasets_of
 from verl.data.rlhf_dataset import RLHFDataset, check_ground_truth
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
@@ -60,9 +59,8 @@ def check_model_limits(run: Run) -> None:
             limits.check_vocabulary(inputs.tokenizer, dataset.largest_token_id)
             limits.check_sequence_length(dataset.longest_row, "data.max_length")
         return
-    parts = datasets_of(dataset)
-    if all(isinstance(part, RLHFDataset) and part.is_tokenized for part in parts):
-        largest, longest = max(part.largest_token_id for part in parts), max(part.longest_prompt for part in parts)
+    if isinstance(dataset, RLHFDataset) and dataset.is_tokenized:
+        largest, longest = dataset.largest_token_id, dataset.longest_prompt
     else:
         prompt = inputs.collate([dataset[0]]).non_tensor_batch["prompt_ids"][0]
         largest, longest = max(prompt), len(prompt)
@@ -136,7 +134,7 @@ def check_reward_function(run: Run) -> None:
     """
     inputs, manager = run.inputs, run.inputs.reward_manager
     is_scored = run.recipe.scores_training is None or run.recipe.scores_training(run.config)
-    scored = (*(datasets_of(inputs.train_dataset) if is_scored else ()), inputs.val_dataset)
+    scored = (inputs.train_dataset if is_scored else None, inputs.val_dataset)
     datasets = [each for each in scored if each is not None]
     if manager.compute_score.needs_ground_truth:
         for dataset in datasets:

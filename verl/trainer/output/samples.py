@@ -12,7 +12,6 @@ import torch
 from verl.algorithms.kl import k3
 from verl.algorithms.masked import masked_mean
 from verl.config import schema
-from verl.data.mixture import datasets_of
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.protocol import DataProto
 from verl.registry import did_you_mean
@@ -73,7 +72,6 @@ def generations(batch: DataProto, tokenizer: Any, rows: Sequence[int] | None = N
 
 def first_prompt(dataset: Any) -> list[str]:
     """Lines about the first prompt of the training data; none for a custom dataset."""
-    dataset = datasets_of(dataset)[0]
     if not isinstance(dataset, RLHFDataset):
         return []
     text, media = dataset.describe(0)

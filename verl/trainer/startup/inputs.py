@@ -11,12 +11,10 @@ from torch.utils.data import Dataset, Sampler
 
 from verl.agents.loop import AGENT_LOOPS
 from verl.config import schema
-from verl.data.bad_rows import BadRowsError, write_bad_rows
 from verl.data.collate import TOKEN_KEYS, PromptCollator, collate_prompts
 from verl.data.dataset import TokenizedDataset
 from verl.data.media import note_unused_media_keys
-from verl.data.mixture import Mixture, datasets_of
-from verl.data.order import PromptSource
+from verl.data.order import CustomOrder, PromptSource
 from verl.data.processor import load_processor
 from verl.data.rlhf_dataset import RLHFDataset, create_custom_dataset, load_dataset_class
 from verl.data.tokenization import load_tokenizer
@@ -76,7 +74,7 @@ def load_inputs(run: "Run", tokenizer: Any = None) -> Inputs:
     train = as_dataset(config, tokenizer, train_dataset, config.data.train_max_samples, processor)
     val = as_dataset(config, tokenizer, run.val_dataset, config.data.val_max_samples, processor)
     if train is None:
-        train = _list_bad_rows(config, lambda: load_dataset(config.data, tokenizer, processor))
+        train = load_dataset(config.data, tokenizer, processor)
     val = val if val is not None else load_val_dataset(config.data, tokenizer, processor)
     collate = PromptCollator(tokenizer, config.data, processor)
     return Inputs(model, tokenizer, train, val, rewards, collate, processor, load_sampler(config.data, train))
@@ -104,7 +102,7 @@ def load_sft_inputs(
         for dataset in (run.train_dataset, run.val_dataset)
     )
     if train is None:
-        train = _list_bad_rows(config, lambda: load(data.train_files, data.train_max_samples))
+        train = load(data.train_files, data.train_max_samples)
     if val is None and data.val_files:
         data = data.model_copy(update={"max_bad_rows": 0})  # a validation is on all of its rows
         val = load([with_split(file, "test") for file in data.val_files], data.val_max_samples)
@@ -137,28 +135,9 @@ def dataset_class(data: schema.DataConfig | schema.SFTDataConfig, default: type[
     return load_dataset_class(data.custom_cls.path, data.custom_cls.name) if data.custom_cls.path else default
 
 
-def _list_bad_rows(config: schema.Config | schema.SFTConfig, load: Callable[[], Dataset]) -> Dataset:
-    """Load the training data; bad rows are listed in the folder of the run."""
-    folder = Path(config.trainer.default_local_dir)
-    try:
-        train = load()
-    except BadRowsError as error:
-        raise ValueError(f"{error}\nAll of them are listed in {write_bad_rows(folder, error.rows)}") from None
-    tokenized = [dataset for dataset in datasets_of(train) if isinstance(dataset, TokenizedDataset)]
-    write_bad_rows(folder, [row for dataset in tokenized for row in dataset.bad_rows])
-    return train
-
-
 def load_dataset(data: schema.DataConfig, tokenizer: Any, processor: Any = None) -> Dataset:
     """The training prompts."""
-    files, weights, limit = data.train_files, data.train_weights, data.train_max_samples
-    if not weights:
-        return dataset_of_files(data, files, limit, tokenizer, processor)
-    if len(weights) != len(files):
-        raise ValueError(
-            f"data.train_weights: expected one weight for each of data.train_files, {len(files)}, found {len(weights)}"
-        )
-    return Mixture([dataset_of_files(data, [file], limit, tokenizer, processor) for file in files], files)
+    return dataset_of_files(data, data.train_files, data.train_max_samples, tokenizer, processor)
 
 
 def load_val_dataset(data: schema.DataConfig, tokenizer: Any, processor: Any = None) -> Dataset | None:
@@ -183,12 +162,10 @@ def reading_threads(dataset: Dataset, data: schema.DataConfig | schema.SFTDataCo
 
     Items of a custom dataset are read by at most one, since several threads may not be safe there.
     """
-    parts = datasets_of(dataset)
-    is_custom = not all(type(part).__module__.startswith("verl.data.") for part in parts)  # also of a subclass
+    is_custom = not type(dataset).__module__.startswith("verl.data.")  # also of a subclass
     threads = data.dataloader_num_workers
     if threads is None:
-        has_images = not is_custom and any(part.media is not None for part in parts)
-        if not has_images:
+        if is_custom or dataset.media is None:
             return 0
         from verl.data.prefetch import default_workers
 
@@ -210,15 +187,12 @@ def load_sampler(data: schema.DataConfig, dataset: Dataset) -> Sampler[int] | No
 def prompt_source(data: schema.DataConfig | schema.SFTDataConfig, inputs: Inputs) -> PromptSource:
     size, dataset, order = data.train_batch_size, inputs.train_dataset, None
     if inputs.sampler is not None:
-        from verl.data.samplers import CustomOrder
-
         order = CustomOrder(inputs.sampler, len(dataset), size)
     return PromptSource(
         dataset,
         size,
         seed=data.seed,
         shuffle=data.shuffle,
-        weights=data.get("train_weights"),
         sampler=order,
         collate=inputs.collate,
         workers=0 if order else reading_threads(dataset, data),  # the order may depend on the steps

@@ -50,7 +50,7 @@ _EXPERIMENT = (
 #: ... except these: placement, speed, limits, and what is tuned during a run
 _TUNED = (
     *("algorithm.kl_ctrl.*", "data.val_*", "data.max_*_length", "data.gen_batch_size"),
-    *("data.streaming", "data.dataloader_num_workers", "data.max_bad_rows", "reward.timeout", "reward.isolation"),
+    *("data.dataloader_num_workers", "data.max_bad_rows", "reward.timeout", "reward.isolation"),
     *("reward.memory_limit_mb", "reward.on_error", "reward.retries", "reward.max_failure_rate"),
     *("*micro_batch_size*", "*use_dynamic_bsz", "*max_token_len*", "*use_remove_padding", "*.trust_remote_code"),
 )
