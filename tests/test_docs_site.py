@@ -52,6 +52,11 @@ def test_a_page_of_the_guide_has_a_table_or_a_picture_and_names_no_test(page):
     assert re.search(r"\btests/|\btest_\w+\.py", text) is None
 
 
+def test_only_internals_name_tests_in_their_introduction():
+    introductions = {path: path.read_text().split("\n## ")[0] for path in PAGES if path.parent == DOCS}
+    assert [path.name for path, text in introductions.items() if re.search(r"\btests/\w", text)] == []
+
+
 @pytest.mark.parametrize("page", [page for page in GUIDE if page.name not in OTHER_KEYS], ids=lambda path: path.name)
 def test_every_key_in_a_page_of_the_guide_exists(page):
     for key in {key for key in KEY.findall(page.read_text()) if not key.endswith(FILES)}:
