@@ -1,25 +1,19 @@
-"""GRPO with LoRA against QLoRA on one GPU: memory, time of a step, and what is learned.
+"""GRPO with LoRA against QLoRA on one GPU: memory, and time of a step.
 
-    python benchmarks/lora.py memory --out FILE.json                 # a GPU: random weights of Qwen2.5-7B
-    python benchmarks/lora.py learning --model FOLDER --out FILE.json  # two-digit sums with a small chat model
+    python benchmarks/lora.py --out FILE.json     # random weights of Qwen2.5-7B
 
-`memory` runs GRPO in bf16 with LoRA of rank 32, and with QLoRA (NF4) in a process that may allocate 24 GiB.
+Runs GRPO in bf16 with LoRA of rank 32, and with QLoRA (NF4) in a process that may allocate 24 GiB.
 `planned_gib` is the prediction of `verl plan`, `peak_gib` what torch allocated; seconds are medians after the first
-step.
-`learning` trains both from the same seed and compares rewards, accuracy on unseen sums and the training-inference
-mismatch. Each run is a separate process. Needs peft and bitsandbytes.
+step. Each run is a separate process. Needs peft and bitsandbytes.
 """
 
 import argparse
 import json
 import os
-import random
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +39,7 @@ STEPS = 3
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
-    """Even digits, or the right number alone."""
-    if ground_truth == "even":
-        return even_digits(solution_str)
-    return float(re.sub(r"[\s.]", "", solution_str) == ground_truth)
+    return even_digits(solution_str)
 
 
 def planned_gib(overrides: list[str]) -> float:
@@ -128,55 +119,15 @@ def measure_memory(suite: str) -> list[dict[str, Any]]:
     return lines
 
 
-def sums(folder: Path, count: int, seed: int, name: str) -> Path:
-    """Two-digit sums as chats."""
-    generator, path = random.Random(seed), folder / name
-    with path.open("w", encoding="utf-8") as file:
-        for _ in range(count):
-            a, b = generator.randint(10, 99), generator.randint(10, 99)
-            text = f"What is {a} + {b}? Reply with the number only."
-            row = {"prompt": [{"role": "user", "content": text}], "data_source": "sums"}
-            file.write(json.dumps(row | {"reward_model": {"ground_truth": str(a + b)}}) + "\n")
-    return path
-
-
-def measure_learning(model: Path, steps: int) -> list[dict[str, Any]]:
-    lines = []
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        data = [f"data.train_files={sums(folder, 16 * steps, 1, 'train.jsonl')}", "data.train_batch_size=16"]
-        data += [f"data.val_files={sums(folder, 64, 2, 'val.jsonl')}", "data.max_prompt_length=64"]
-        data += ["data.max_response_length=24", f"{MODEL}path={model}", f"{ROLLOUT}n=8", f"trainer.test_freq={steps}"]
-        data += [f"{ACTOR}ppo_mini_batch_size=16", f"{ACTOR}optim.lr=2e-4"]
-        runs = {"LoRA": LORA, "QLoRA": QLORA}
-        settings = [[*data, *more, *common(folder / name, steps)] for name, more in runs.items()]
-        with ThreadPoolExecutor() as pool:  # both at the same time: seconds are not compared
-            results = list(pool.map(in_process, settings))
-        for name, result in zip(runs, (result["steps"] for result in results)):
-            rewards, gaps = column(result, "critic/score/mean"), column(result, "rollout/logprob_gap_mean")
-            accuracy = [value for line in result for key, value in line.items() if key.startswith("val-core/")]
-            line = {"run": name, "steps": steps, "accuracy_first": accuracy[0], "accuracy_last": accuracy[-1]}
-            line |= {"reward_first_5": round(statistics.mean(rewards[:5]), 3), "mismatch": max(gaps)}
-            line["reward_last_5"] = round(statistics.mean(rewards[-5:]), 3)
-            print(json.dumps(line), flush=True)
-            lines.append(line)
-    return lines
-
-
 def main() -> None:
     if sys.argv[1:2] == ["run"]:
         print("\n" + json.dumps(train(*json.loads(sys.argv[2]))), flush=True)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measure", choices=["memory", "learning"])
     parser.add_argument("--suite", choices=SUITES, default="gpu-7b", help="shape of the model and the batch")
-    parser.add_argument("--model", type=Path, help="for `learning`: a chat model")
-    parser.add_argument("--steps", type=int, default=40, help="for `learning`")
     parser.add_argument("--out", type=Path, help="write the record to this file")
     args = parser.parse_args()
-    if args.measure == "learning" and args.model is None:
-        parser.error("learning needs --model FOLDER")
-    lines = measure_memory(args.suite) if args.measure == "memory" else measure_learning(args.model, args.steps)
+    lines = measure_memory(args.suite)
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"

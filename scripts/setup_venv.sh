@@ -52,6 +52,16 @@ install_torch() {
     fi
 }
 
+# The programs in responses run in namespaces of bubblewrap where it is installed; tests of that mode are skipped without
+# it. It is no Python package, so it is tried for tests only, as root, on Debian and Ubuntu.
+try_bubblewrap() {
+    case ",$extras," in *,test,*) ;; *) return ;; esac
+    if ! command -v bwrap >/dev/null && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+        timeout 60 bash -c "apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq bubblewrap" >/dev/null 2>&1 ||
+            echo "bubblewrap could not be installed (apt-get install bubblewrap): the tests that need it are skipped" >&2
+    fi
+}
+
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
 if [ -L "$venv" ]; then  # pip would change the environment of another checkout
@@ -78,4 +88,5 @@ fi
 "$venv/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch").split("+")[0])' >"$constraint"
 echo "Installing the project"
 pip install --quiet --constraint "$constraint" --editable ".[$extras]"
+try_bubblewrap
 "$venv/bin/python" -c 'import torch; print("Ready: torch", torch.__version__, "with", "CUDA" if torch.cuda.is_available() else "CPU")'

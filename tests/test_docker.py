@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import tomllib
 from fnmatch import fnmatch
@@ -67,6 +68,24 @@ def test_every_image_runs_as_a_user_and_is_checked():
     assert all("root" not in user for user in of("USER"))
     (check,) = of("HEALTHCHECK")
     assert '"verl", "check", "--quiet"' in check
+
+
+@pytest.mark.parametrize(("extras", "asked"), [("plot,test", True), ("plot", False)])
+def test_bubblewrap_is_tried_for_tests_and_its_failure_is_one_line(tmp_path, extras, asked):
+    """On a machine without bwrap, as root, with an apt-get that fails."""
+    programs = {"id": "echo 0", "apt-get": "exit 100", "python": "exit 0"}
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("bash", "dirname", "mktemp", "rm", "sh", "timeout"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / "bin" / "python").symlink_to(tmp_path / "python")
+    command = ["bash", str(ROOT / "scripts/setup_venv.sh"), str(tmp_path / "venv"), extras]
+    env = {"PATH": str(tmp_path), "PYTHON": "python"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stderr.startswith("bubblewrap could not be installed (apt-get install bubblewrap): ") == asked
+    assert done.stderr.count("\n") == asked
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""mkdocs.yml lists every page, links lead to files, the guide is short, the API reference names objects that exist."""
+"""mkdocs.yml lists every page, the guide is short, and links, objects, keys and messages lead to what exists."""
 
+import ast
 import importlib
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.pages import blocks
 from verl.cli.config import SCHEMAS
 from verl.config.fields import fields_of
 
@@ -52,6 +54,11 @@ def test_a_page_of_the_guide_has_a_table_or_a_picture_and_names_no_test(page):
     assert re.search(r"\btests/|\btest_\w+\.py", text) is None
 
 
+def test_only_internals_name_tests_in_their_introduction():
+    introductions = {path: path.read_text().split("\n## ")[0] for path in PAGES if path.parent == DOCS}
+    assert [path.name for path, text in introductions.items() if re.search(r"\btests/\w", text)] == []
+
+
 @pytest.mark.parametrize("page", [page for page in GUIDE if page.name not in OTHER_KEYS], ids=lambda path: path.name)
 def test_every_key_in_a_page_of_the_guide_exists(page):
     for key in {key for key in KEY.findall(page.read_text()) if not key.endswith(FILES)}:
@@ -75,6 +82,31 @@ def test_every_relative_link_leads_to_a_file(page):
     targets = [target for target in LINK.findall(text) if "://" not in target and not target.startswith("mailto:")]
     targets += re.findall(r'(?:src|srcset)="([^"]+)"', text)
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_every_message_of_the_troubleshooting_page_is_in_the_code():
+    """Without what is a placeholder of logging: %s, %.1f, %r."""
+    files = [path for path in (ROOT / "verl").rglob("*.py") if "examples" not in path.parts]
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in files)
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    code = "\n".join(re.sub(r"%[-+.\d]*[sdgrf]", "\0", node.value) for node in nodes if isinstance(node.value, str))
+    quoted = [line for block in blocks("troubleshooting.md", "output") for line in block.splitlines()]
+    assert len(quoted) >= 25
+    assert [line for line in quoted if any(part.strip() not in code for part in line.split("..."))] == []
+
+
+def test_the_architecture_is_that_of_the_tree():
+    """Files, folders and decorators that the page names exist, and it names every package."""
+    text = (DOCS / "internals" / "architecture.md").read_text()
+    assert len(text.splitlines()) <= 250
+    named = set(re.findall(r"`([\w./]+(?:\.py|\.yaml|/))`", text)) - {"recipe/NAME/"}
+    verl = ROOT / "verl"
+    places = (ROOT, verl, *verl.iterdir())
+    assert [path for path in named if not any((place / path).exists() for place in places)] == []
+    packages = {f"{path.parent.name}/" for path in verl.glob("*/__init__.py")}
+    assert packages <= named | {"examples/"}
+    code = "\n".join(path.read_text() for path in verl.rglob("*.py"))
+    assert all(re.search(rf"^def {name}\(", code, re.MULTILINE) for name in re.findall(r"`@(\w+)", text))
 
 
 def test_every_object_of_the_api_reference_exists():

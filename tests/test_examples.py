@@ -1,6 +1,6 @@
 """Scripts of examples/ and verl/recipe/: bash reads the command line, the configuration is loaded, the flow compiled.
 
-Those of reinforcement learning also train: two steps of a tiny model.
+Those of reinforcement learning also train: one step of a tiny model.
 """
 
 import importlib
@@ -36,11 +36,11 @@ TRAINS_NOTHING = {ROOT / "verl/recipe/r1/run_r1.sh", ROOT / "examples/grpo_train
 NEEDS_MODEL = [path for path in SCRIPTS if path.name != "run_tiny_vl_local.sh"]
 FINE_TUNING = [path for path in SCRIPTS if "sft" in path.parts]
 TRAINING = [path for path in SCRIPTS if path not in TRAINS_NOTHING and "sft" not in path.parts]
-#: what makes a run of two steps small
-SMALL = ["data.train_batch_size=4", "data.max_response_length=6", "data.train_max_samples=32"]
+#: what makes a run small
+SMALL = ["data.train_batch_size=4", "data.max_response_length=6", "data.train_max_samples=8"]
 SMALL += ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=2"]
 SMALL += ["trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_at_end=false"]
-SMALL += ["trainer.total_training_steps=2"]
+SMALL += ["trainer.total_training_steps=1"]
 
 
 def trainer_class(module: str) -> type[Trainer]:
@@ -134,7 +134,7 @@ def test_the_script_trains(script, home, tmp_path):
     module, arguments = command_of(script, home, reward, *further, N_GPUS="1")
     path, overrides, _ = split_arguments(arguments)
     trainer = trainer_class(module)(config_path=path, overrides=overrides)
-    assert trainer.fit()["training/global_step"] == 2
+    assert trainer.fit()["training/global_step"] == 1
 
 
 @pytest.mark.slow

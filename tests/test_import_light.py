@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import verl
+from tests.programs import run_python
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,14 +71,17 @@ def test_names_of_the_package_are_found_at_use():
 
 
 def test_every_module_loads_without_the_optional_packages():
+    """In a process that has imported torch and transformers, but no module of verl."""
     program = """
 import importlib, json, pkgutil, sys
-import verl
 
 blocked, skipped = json.loads(sys.argv[1])
-
+for name in list(sys.modules):
+    if name.partition(".")[0] in ("verl", *blocked):
+        del sys.modules[name]
 for name in blocked:
     sys.modules[name] = None  # what Python takes for "not installed"
+import verl
 for module in pkgutil.walk_packages(verl.__path__, "verl."):
     if module.name not in skipped and not module.name.endswith("__main__"):
         try:
@@ -85,7 +89,8 @@ for module in pkgutil.walk_packages(verl.__path__, "verl."):
         except Exception as error:
             print(f"{module.name}: {type(error).__name__}: {error}")
 """
-    assert python(program, json.dumps([sorted(OPTIONAL), sorted(ADAPTERS)])) == ""
+    done = run_python("-c", program, json.dumps([sorted(OPTIONAL), sorted(ADAPTERS)]), cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 def test_a_command_says_what_it_loads_before_it_loads_it():

@@ -53,9 +53,6 @@ HANDED_ON = {"__all__", "__version__", "_HOME"}
 LAZY = "__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)"
 
 
-parsed = functools.cache(ast.parse)
-
-
 def sources(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
@@ -73,7 +70,7 @@ def part_of(module: str) -> str | None:
 @functools.cache
 def imports(path: Path, text: str) -> list[tuple[int, str, bool]]:
     """(line, imported module or name with its module in front, is it at module level) of every import of a file."""
-    return list(_imports(path, parsed(text)))
+    return list(_imports(path, ast.parse(text)))  # without the tree: half a million objects would slow the collector
 
 
 def _imports(path: Path, tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
@@ -171,7 +168,7 @@ def test_private_names_stay_at_home():
 def only_hands_names_on(text: str) -> list[str]:
     """What an __init__ file holds beside imports, __all__, and a table of names that __getattr__ loads at first use."""
     found = []
-    for i, node in enumerate(parsed(text).body):
+    for i, node in enumerate(ast.parse(text).body):
         docstring = i == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         names = {ast.unparse(target) for target in node.targets} if isinstance(node, ast.Assign) else {""}
         function = isinstance(node, ast.FunctionDef) and node.name in ("__getattr__", "__dir__")

@@ -5,14 +5,13 @@ Also the figures of the benchmark by hand, and its page.
 In the recorded runs (benchmarks/results/learning.jsonl) 60 steps gain about 0.2.
 """
 
-import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks.learning import FURTHER, RECIPES, Curve, learn, method_of, overrides, start_model, summary
+from benchmarks.learning import FURTHER, RECIPES, Curve, learn, method_of, overrides, start_model
 from benchmarks.learning_page import table
-from benchmarks.learning_pool import SECONDS, Pool, read_plan
+from benchmarks.learning_pool import read_plan
 from examples.quickstart.tasks import write_task
 from verl.config.presets import PRESETS
 from verl.tracking.curves import WINDOW
@@ -60,22 +59,6 @@ def run_by_hand(seed: int, from_step: int, accuracy: float, **more) -> Curve:
     reward = [float(step >= from_step) for step in range(30)]
     responses = [100 * (step + 1) for step in range(30)]
     return Curve("sort", "grpo", seed, reward=reward, responses=responses, accuracy=[(30, accuracy)], **more)
-
-
-def test_responses_to_a_mean_of_ten_rewards():
-    assert run_by_hand(1, from_step=5, accuracy=0).responses_to(0.5) == 1000  # steps 5 to 9 of the first ten
-    assert run_by_hand(1, from_step=12, accuracy=0).responses_to(0.6) == 1800
-    assert run_by_hand(1, from_step=25, accuracy=0).responses_to(0.6) is None
-    assert run_by_hand(1, from_step=0, accuracy=0).responses_to(0.9) == 1000  # never before ten steps
-
-
-def test_median_and_range_over_seeds():
-    curves = [run_by_hand(1, 12, 0.9), run_by_hand(2, 5, 0.7), run_by_hand(3, 25, 0.8)]
-    found = summary(curves, 0.6)
-    assert found["seeds"] == [1, 2, 3]
-    assert found["accuracy"] == [0.8, 0.7, 0.9]
-    assert found["responses_to_0.6"] == [1800, 1100, None]  # a run that never came there is above all others
-    assert found["last_reward"] == [1.0, 0.5, 1.0]
 
 
 def test_a_row_of_the_page():
@@ -128,34 +111,3 @@ def test_a_plan_that_says_nothing_known():
         read_plan("\nreverse grop 1")
     with pytest.raises(ValueError, match="line 1 of the plan: expected TASK ALGORITHMS SEEDS"):
         read_plan("reverse grpo")
-
-
-WORK = """
-import sys, time
-def work(job):
-    if job.seed == 1:
-        sys.exit("no result")
-    if job.seed == 2:
-        time.sleep(60)
-    print("done", flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_a_pool_ends_in_time_and_says_what_has_no_result(tmp_path, monkeypatch):
-    (tmp_path / "work_of_a_pool.py").write_text(WORK)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(SECONDS, "reverse", 1)
-    monkeypatch.setitem(SECONDS, "countdown3", 100_000)
-    from work_of_a_pool import work
-
-    def pool_of(seconds):
-        return Pool(work, lambda job: tmp_path / f"{job.seed}.log", size=2, deadline=time.monotonic() + seconds)
-
-    pool_of(200).run(read_plan("reverse grpo 5"))  # the server that processes are forked from has to start first
-    pool = pool_of(4)
-    pool.run(read_plan("reverse grpo 1-3\n\ncountdown3 grpo 4"))
-    assert [job.seed for job in pool.failed] == [1]
-    assert [job.seed for job in pool.left] == [4, 2]  # too long to begin, and ended at the deadline
-    assert (tmp_path / "1.log").read_text() == "no result\n"
-    assert (tmp_path / "3.log").read_text() == "done\n"

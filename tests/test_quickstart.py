@@ -35,14 +35,14 @@ sys.exit(script["main"](sys.argv[2:]))
 
 
 def test_a_short_run_shows_and_leaves_what_it_promises(tmp_path):
-    arguments = ["--out", str(tmp_path / "run"), "--steps", "4"]
+    arguments = ["--out", str(tmp_path / "run"), "--steps", "2"]
     done = run_python("-c", SHORT, str(SCRIPT), *arguments, cwd=tmp_path, timeout=280)
     assert done.returncode == 0, done.stderr
-    assert "in 4 steps of grpo" in done.stdout
+    assert "in 2 steps of grpo" in done.stdout
     for shown in ("reward", "len", "kl", "grad", "ETA", "[gen]", "[update_actor]"):
         assert shown in done.stdout, shown
     assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
-    folder = tmp_path / "run" / "rl" / "global_step_4" / "actor" / "huggingface"
+    folder = tmp_path / "run" / "rl" / "global_step_2" / "actor" / "huggingface"
     assert str(folder) in done.stdout.replace("\n", "")
     assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() == 103_232
     assert AutoTokenizer.from_pretrained(folder).decode([4, 5]) == "ab"

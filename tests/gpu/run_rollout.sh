@@ -24,9 +24,7 @@ elif [ "$mode" = against ]; then # vLLM takes one to two minutes to start
     part 200 7B python3 benchmarks/rollout.py --suite vllm --shape 7B --engines native,vllm --repeats 2 --out "$out/rollout.jsonl"
     part 120 transformers python3 benchmarks/rollout.py --shape 0.5B --rows 256 --prompt 128 --new 256 --repeats 2 \
         --engines native,hf,hf-static --out "$out/rollout.jsonl"
-    part 60 startup python3 benchmarks/startup.py --repeats 2
 else
-    part 60 startup python3 benchmarks/startup.py --repeats 2
     part 90 attention python3 benchmarks/attention.py --warps 4 --stages 2,3 --blocks 1,2 --programs 512,1024
     part 330 speed python3 benchmarks/rollout.py --suite h200 --engines native --repeats 2 --out "$out/rollout.jsonl"
 fi

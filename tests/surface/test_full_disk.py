@@ -30,22 +30,22 @@ def files_up_to(size: int):
 @pytest.mark.parametrize("how", [[], [ASYNC]], ids=["at once", "in the background"])
 def test_a_run_resumes_when_there_is_space_again(how, settings, tmp_path, capsys):
     run = tmp_path / "run"
-    command = [*settings, *how, "trainer.save_freq=2", "trainer.total_training_steps=4"]
-    assert main([*command, "trainer.total_training_steps=2"]) == 0
+    command = [*settings, *how, "trainer.save_freq=1", "trainer.total_training_steps=2"]
+    assert main([*command, "trainer.total_training_steps=1"]) == 0
     capsys.readouterr()
     with files_up_to(100_000):  # the weights are 413 kB
         assert main(command) == 1
     shown = capsys.readouterr().err
     assert shown.startswith(
-        f"error: no space left for the checkpoint of step 4, which needs 1.7 MiB, in {run} (File too large"
+        f"error: no space left for the checkpoint of step 2, which needs 1.7 MiB, in {run} (File too large"
     )
-    assert "global_step_2 and earlier checkpoints are unchanged" in shown and "Traceback" not in shown
-    assert shown.rstrip().endswith(f"The same command then resumes from {run / 'global_step_2'}")
-    assert sorted(path.name for path in run.glob("*global_step*")) == ["global_step_2"]
-    verify(run / "global_step_2")
+    assert "global_step_1 and earlier checkpoints are unchanged" in shown and "Traceback" not in shown
+    assert shown.rstrip().endswith(f"The same command then resumes from {run / 'global_step_1'}")
+    assert sorted(path.name for path in run.glob("*global_step*")) == ["global_step_1"]
+    verify(run / "global_step_1")
     assert main(command) == 0
     assert main([*command, f"trainer.default_local_dir={tmp_path / 'whole'}"]) == 0
-    weights = "global_step_4/actor/huggingface/model.safetensors"
+    weights = "global_step_2/actor/huggingface/model.safetensors"
     whole = load_file(tmp_path / "whole" / weights)
     assert all((tensor == whole[name]).all() for name, tensor in load_file(run / weights).items())
 

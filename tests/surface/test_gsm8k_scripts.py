@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import run_python
+from examples.quickstart.tiny_model import tiny_model
 from verl.registry import import_module
 from verl.trainer.main_ppo import main
 
@@ -58,15 +58,12 @@ def own_rows(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> dict[str, Path]:
-    """MODEL and DATA of the scripts, made by the two programs that make them."""
+    """MODEL and DATA of the scripts."""
     folder = tmp_path_factory.mktemp("gsm8k")
     rows = REAL if REAL.is_dir() else own_rows(folder)
     preprocess = import_module(str(ROOT / "examples" / "data_preprocess" / "gsm8k.py"))
     preprocess.main(["--local_dir", str(rows), "--save_dir", str(folder / "data")])
-    made = run_python(
-        "examples/quickstart/make_tiny_model.py", "--like", "qwen2", "--out", str(folder / "model"), cwd=ROOT
-    )
-    assert made.returncode == 0, made.stderr
+    tiny_model("qwen2", folder / "model", seed=0)  # as make_tiny_model.py --like qwen2
     return {"MODEL": folder / "model", "DATA": folder / "data"}
 
 

@@ -1,13 +1,14 @@
-"""Commands of the pages on models, data, adapters, reward models, preferences, teachers and SFT run as printed."""
+"""Commands of the pages on models, data, images, adapters, reward models, preferences and SFT run as printed."""
 
 import shlex
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from safetensors.torch import load_file
 
 from scripts import memory_page
-from tests.pages import DOCS, as_module, commands, table_rows
+from tests.pages import DOCS, as_module, blocks, commands, table_rows
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
@@ -72,6 +73,39 @@ def test_the_guide(page, shell):
     shell.monkeypatch.syspath_prepend(str(Path.cwd()))
     for command in commands(page):
         shell.run(command)
+
+
+def test_own_images(shell, capsys):
+    shell.monkeypatch.syspath_prepend(str(Path.cwd()))
+    for command in commands("vlm.md"):
+        shell.run(command)
+    rows = [json.loads(line) for line in Path("data/colors/train.jsonl").read_text().splitlines()]
+    pixels = [Image.open(Path("data/colors", *row["images"])).getpixel((0, 0)) for row in rows]
+    assert pixels == [(255, 0, 0), (0, 0, 255)]
+    shown = capsys.readouterr().out
+    assert "would train 2 steps of grpo from data/tiny-vl" in shown and "\n  images: 1, 32 x 32\n" in shown
+    assert "<|image_pad|><|vision_end|>Which color?" in shown and not Path("checkpoints").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_model_of_the_tutorial_learns(shell, capsys):
+    pytest.importorskip("matplotlib")
+    shell.monkeypatch.syspath_prepend(str(Path.cwd()))
+    for command in commands("tutorial.md"):
+        shell.run(command)
+    printed = capsys.readouterr().out
+    assert Path("sort/train.jsonl").read_text().startswith(blocks("tutorial.md", "text")[0])
+    assert "{'score': 1.0, 'acc': 1.0, 'same_digits': 1.0} {'score': 0.1, 'acc': 0.0, 'same_digits': 1.0}" in printed
+    records = [json.loads(line) for line in Path("sort/runs/grpo/metrics.jsonl").read_text().splitlines()]
+    scores = [record["critic/score/mean"] for record in records if "critic/score/mean" in record]
+    assert len(scores) == 60 and sum(scores[-10:]) / 10 > sum(scores[:10]) / 10 + 0.3
+    report = json.loads(Path("sort/after.eval.json").read_text())
+    assert report["comparison"]["overall"]["prompts"] == 200
+    after, before = report["evaluated"]["overall"]["metrics"], report["compared_with"]["overall"]["metrics"]
+    assert after["accuracy"]["value"] > before["accuracy"]["value"] + 0.3
+    assert Path("sort/compare.png").stat().st_size > 10_000 and Path("sort/runs/grpo/report.html").is_file()
+    assert "5466=4566" in printed
 
 
 def test_memory(shell, capsys):
