@@ -18,15 +18,6 @@ from verl.single_controller.dispatch import Call
 from verl.single_controller.ray import cluster
 from verl.single_controller.ray.actor_pool import RayPool
 
-#: arguments of public verl that change nothing here, with the values that ask for nothing
-_WITHOUT_EFFECT = {
-    "bin_pack": (True,),
-    "detached": (False,),
-    "profile_steps": (None,),
-    "worker_nsight_options": (None,),
-}
-
-
 #: arguments of public verl on which no result depends
 _WITHOUT_EFFECT = ("bin_pack", "ray_wait_register_center_timeout")
 
