@@ -13,7 +13,7 @@ RUN := $(VENV)/.ready-to-run
 TEST := $(VENV)/.ready-to-test
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: quickstart showcase test test-all test-vllm test-sglang test-megatron test-hosts chaos mutants fuzz audit lint docs docs-serve clean
+.PHONY: quickstart showcase test test-all test-vllm test-sglang test-megatron test-hosts chaos mutants fuzz audit lint dist docs docs-serve docs-version clean
 
 # Train a tiny model with reinforcement learning. Pass options as ARGS="--algorithm ppo".
 quickstart: $(RUN)
@@ -87,6 +87,12 @@ lint: $(VENV)/bin/ruff $(VENV)/bin/hadolint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/hadolint docker/Dockerfile
 
+# The source distribution and the wheel, in dist/.
+dist: $(RUN)
+	$(VENV)/bin/python -m pip install --quiet build
+	rm -rf build dist
+	$(VENV)/bin/python -m build $(ARGS)
+
 # The documentation site, in site/.
 docs: $(VENV_DOCS)/.ready
 	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/mkdocs build --strict $(ARGS)
@@ -94,6 +100,11 @@ docs: $(VENV_DOCS)/.ready
 # The same on http://localhost:8000, rebuilt when a page changes.
 docs-serve: $(VENV_DOCS)/.ready
 	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/mkdocs serve $(ARGS)
+
+# This version of the site on the branch gh-pages, beside the others, as `latest`. Push it with ARGS=--push.
+docs-version: $(VENV_DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(VENV_DOCS)/bin:$$PATH" mike deploy --update-aliases $(ARGS) \
+		"$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" latest
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG) $(VENV_MEGATRON) $(VENV_DOCS) site build dist *.egg-info .pytest_cache .ruff_cache

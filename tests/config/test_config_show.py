@@ -15,11 +15,16 @@ CHANGES += ["trainer.logger=[console,wandb]", "reward.reward_kwargs.overlong_buf
 
 
 @pytest.mark.parametrize("everything", [False, True])
-def test_a_written_configuration_loads_to_the_same(everything, tmp_path):
-    config = load_config(overrides=CHANGES)
+@pytest.mark.parametrize(
+    "overrides", [CHANGES, ["algorithm.name=grpo", "actor_rollout_ref.actor.use_kl_loss=false"]], ids=["many", "preset"]
+)
+def test_a_written_configuration_loads_to_the_same(overrides, everything, tmp_path):
+    """Also where a setting is the default, and the preset has another value."""
+    config = load_config(overrides=overrides)
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(config, everything=everything))
     assert load_config(file) == config
+    assert config.with_overrides(["trainer.seed=7"]) == load_config(overrides=[*overrides, "trainer.seed=7"])
 
 
 def test_only_the_differences_are_written():

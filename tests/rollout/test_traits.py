@@ -78,16 +78,3 @@ def test_arguments_have_an_effect_with_the_engine_of_their_name():
         assert notes == ([] if name == "vllm" else [
             f"{ROLLOUT}engine_kwargs.vllm: {{'x': 1}} (dict) has no effect with {ROLLOUT}name={name}"
         ])  # fmt: skip
-
-
-def test_a_sampling_key_that_the_engine_does_not_declare_is_refused_before_it_is_made(custom, tmp_path):
-    from examples.quickstart.tiny_model import tiny_model
-    from verl.trainer.checks.models import ModelLimits
-
-    model = schema.ModelConfig(path=str(tiny_model("llama", tmp_path / "model")))
-    limits = ModelLimits.from_config(model)
-    for name in ("glass", "sand", "native"):
-        limits.check_engine(schema.RolloutConfig(name=name, temperature=0.5))
-    limits.check_engine(schema.RolloutConfig(name="sand", top_k=3))
-    with pytest.raises(ValueError, match=r"rollout\.top_k=3: the rollout engine 'glass' does not support it"):
-        limits.check_engine(schema.RolloutConfig(name="glass", top_k=3))

@@ -6,10 +6,11 @@ from typing import Annotated, Any
 import typer
 
 from verl.cli.data import data, rewards
-from verl.cli.programs import PROGRAMS, examples
+from verl.cli.programs import PROGRAMS, examples, recipes
 from verl.cli.push import export, push
 from verl.cli.runs import report, runs
 from verl.cli.serve import serve
+from verl.cli.sweep import sweep
 from verl.processes.streams import command_output
 
 
@@ -120,9 +121,11 @@ app.add_typer(config, name="config")
 app.add_typer(data, name="data")
 app.add_typer(rewards, name="rewards")
 app.add_typer(examples, name="examples")
+app.add_typer(recipes, name="recipes")
 app.command("serve")(serve)
 app.command("push")(push)
 app.add_typer(export, name="export")
+app.command("sweep")(sweep)
 app.add_typer(runs, name="runs")
 app.command("report")(report)
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,11 +40,15 @@ class Command:
         def run(
             arguments: Annotated[list[str] | None, typer.Argument(autocompletion=self.completions)] = None,
         ) -> None:
-            module, _, function = self.module.partition(":")
-            main = getattr(importlib.import_module(module), function or "main")
-            raise typer.Exit(main(arguments or [], program=f"verl {self.name}"))
+            raise typer.Exit(self.main(arguments or []))
 
         return run
+
+    def main(self, arguments: list[str]) -> int:
+        """Run the program. Returns its exit status."""
+        module, _, function = self.module.partition(":")
+        main = getattr(importlib.import_module(module), function or "main")
+        return main(arguments, program=f"verl {self.name}")
 
     def completions(self, incomplete: str) -> list[str]:
         """Keys of the configuration, and flags, that start with `incomplete`."""
@@ -108,8 +112,8 @@ def _list(context: typer.Context) -> None:
         return
     for name in names():
         typer.echo(name)
-        files = [path for path in files_of(name) if path.suffix in _KINDS]
-        width = max(len(str(path.relative_to(FOLDER / name))) for path in files)
+        files = [path for path in files_of(name) if path.suffix in _KINDS and name != "recipes"]  # `verl recipes list`
+        width = max((len(str(path.relative_to(FOLDER / name))) for path in files), default=0)
         for path in files:
             typer.echo(f"  {path.relative_to(FOLDER / name)!s:<{width}}  {summary(path)}".rstrip())
     typer.echo("\nverl examples copy NAME [DEST] copies a folder to DEST/examples/NAME")
@@ -173,3 +177,53 @@ def summary(path: Path) -> str:
     else:
         line = next((line[1:].strip() for line in text.splitlines() if line.startswith("# ")), "")
     return line
+
+
+# ---- recipes --------------------------------------------------------------------------------------------------------
+
+recipes = typer.Typer(help="Recipes: settings for a model, with hardware, time and result.", no_args_is_help=True)
+
+_Recipe = Annotated[str, typer.Argument(help="a recipe that `verl recipes list` names")]
+
+
+@recipes.command("list")
+def list_recipes() -> None:
+    """List the recipes with hardware and result."""
+    for path in sorted((FOLDER / "recipes").glob("*/recipe.yaml")):
+        about = _about(path.parent.name)
+        typer.echo(f"{path.parent.name}\n  {about['title']}\n  {about['hardware']}; {about['result']}")
+
+
+@recipes.command("show")
+def show_recipe(name: _Recipe) -> None:
+    """Print what a recipe says about itself, and its settings."""
+    typer.echo("\n".join(f"{key}: {value}" for key, value in _about(name).items()))
+    for path in files_of(f"recipes/{name}"):
+        text = path.read_text(encoding="utf-8") if path.name == "config.yaml" else ""
+        typer.echo(f"{path}\n{text}".rstrip())
+
+
+@recipes.command("run", context_settings={"ignore_unknown_options": True})
+def run_recipe(
+    name: _Recipe,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="for its command")] = None,
+) -> None:
+    """Run a recipe. Settings after its name override those of the recipe."""
+    command, *first = _about(name)["command"].split()
+    config = FOLDER / "recipes" / name / "config.yaml"
+    first += ["--config", str(config)] if config.is_file() else []
+    program = next(program for program in PROGRAMS if program.name == command)
+    raise typer.Exit(program.main([*first, *(arguments or [])]))
+
+
+def _about(name: str) -> dict[str, Any]:
+    """The content of a recipe.yaml: title, command, hardware, time, result and source."""
+    from verl.config.sources import read_yaml
+    from verl.registry import did_you_mean
+    from verl.trainer.startup.command_line import user_errors
+
+    files = {path.parent.name: path for path in (FOLDER / "recipes").glob("*/recipe.yaml")}
+    with user_errors():
+        if name not in files:
+            raise ValueError(f"there is no recipe {name!r}: {did_you_mean(name, files)}")
+        return {key: setting.value for key, setting in read_yaml(files[name]).items()}

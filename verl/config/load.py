@@ -135,7 +135,14 @@ def with_overrides(config: T, overrides: Overrides) -> T:
 
     Defaults that follow from a changed value change with it.
     """
-    return load_config(differences(config), overrides, schema=type(config))
+    return load_config(_settings_of(config), overrides, schema=type(config))
+
+
+def _settings_of(config: Schema) -> dict[str, Any]:
+    """The settings that load to a configuration: what differs from the defaults, or from the preset."""
+    flat = to_flat_dict(config)
+    preset = PRESETS.get(flat.get("algorithm.name") or "", {})
+    return differences(config) | {key: flat[key] for key, value in preset.items() if flat[key] != value}
 
 
 def load_section(name: str, values: Mapping[str, Any], schema: type[Schema] = Config) -> Any:
@@ -219,7 +226,7 @@ def dump_config(config: Schema, *, everything: bool = False, redact: bool = Fals
         everything: all fields, not only those that differ from their defaults.
         redact: omit the values of environment variables, which may be secrets.
     """
-    settings = to_flat_dict(config) if everything else differences(config)
+    settings = to_flat_dict(config) if everything else _settings_of(config)
     settings = redacted(settings) if redact else settings
     return yaml.safe_dump(unflatten(settings), sort_keys=False, allow_unicode=True)
 

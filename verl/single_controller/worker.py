@@ -4,10 +4,14 @@ import socket
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from verl.registry import import_module, load_object
-from verl.single_controller.dispatch import Coordinates, Layout
+from verl.single_controller.dispatch import Coordinates, Dispatch, Layout, register
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Worker:
     """
 
     rank_env = RankEnv()
+    _profile: "profile | None" = None  # running
 
     @property
     def rank(self) -> int:
@@ -78,6 +83,26 @@ class Worker:
         if mesh is not None:
             raise ValueError(f"{type(self).__name__} has no mesh {mesh!r}: override Worker.layout(mesh) to name it")
         return Layout.grid(dp=self.world_size).coordinates[self.rank]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_profile(self) -> None:
+        """Record what this process computes until `stop_profile`. A recording that is running is dropped."""
+        from torch.profiler import profile
+
+        self.stop_profile(None)
+        self._profile = profile(record_shapes=True)
+        self._profile.start()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_profile(self, prefix: str | None) -> None:
+        """End the recording, and write it to `<prefix>_rank_<rank>.pt.trace.json.gz`. None: drop it."""
+        recorded, self._profile = self._profile, None
+        if recorded is not None:
+            recorded.stop()
+        if recorded is not None and prefix is not None:
+            path = Path(f"{prefix}_rank_{self.rank}.pt.trace.json.gz")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(path))
 
 
 @dataclass(frozen=True)

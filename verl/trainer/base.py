@@ -26,6 +26,7 @@ from verl.trainer.guards.early_stopping import ValidationWatch
 from verl.trainer.guards.interruption import Interruption, Stopped, UnfinishedStep
 from verl.trainer.guards.mismatch import MismatchLimit
 from verl.trainer.guards.operator_watch import OperatorWatch
+from verl.trainer.guards.profile import ProfiledSteps
 from verl.trainer.guards.restarts import Restarts, log_restart, settings_for_devices_left
 from verl.trainer.output.metrics import timing_metrics
 from verl.trainer.output.run_log import RunLog, warn_nothing_to_train
@@ -41,6 +42,7 @@ logger = logging.getLogger("verl.trainer")
 GUARDS: tuple[type[Guard], ...] = (
     OperatorWatch,  # first: it tells what an interrupted operator means
     Interruption,
+    ProfiledSteps,  # before guards that may end the run after the step
     BadSteps,
     MismatchLimit,
     ValidationWatch,

@@ -52,6 +52,9 @@ class RunConfig(Section):
     log_operators: bool | None = field(
         None, "log the seconds of each operator of each step; null: only LocalPPOTrainer does"
     )
+    profile_steps: list[Annotated[int, Ge(1)]] | None = field(
+        None, "steps of which every process writes a trace of torch.profiler (docs/scale.md#profile-a-step); null: none"
+    )
     seed: int = field(42, "seed of all random number generators", ge=0, le=2**62)
     device: Literal["auto", "cpu", "cuda"] = field("auto", "auto: a GPU if there is one")
     backend: Literal["local", "ray"] = field("local", "executor: processes of this host, or a Ray cluster")

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.profiler import record_function
 
 from verl.config import schema
 from verl.processes.limits import Limits
@@ -35,7 +36,9 @@ class InProcessPool:
         """Run `method` of `role`."""
         (call,) = calls
         try:
-            return Future.completed([call.finish(getattr(self.workers[role], method)(*call.args, **call.kwargs))])
+            with record_function(f"{role}.{method}"):  # its name in the traces of trainer.profile_steps
+                result = getattr(self.workers[role], method)(*call.args, **call.kwargs)
+            return Future.completed([call.finish(result)])
         except Exception as error:
             error.add_note(f"in {role}.{method}(), rank 0 of 1, in this process")
             raise

@@ -13,6 +13,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from torch.profiler import record_function
+
 from verl.processes.child import Channel, start_reports
 from verl.single_controller.dispatch import Call
 from verl.single_controller.local.transport import Kind, Message, Parcel, receive, unpack_call
@@ -62,7 +64,8 @@ class WorkerHost:
         role, method, padding, packed = message.load()
         self._current_call = (role, method)
         args, kwargs = unpack_call(message, packed)
-        result = getattr(self.workers[role], method)(*args, **kwargs)
+        with record_function(f"{role}.{method}"):
+            result = getattr(self.workers[role], method)(*args, **kwargs)
         return Call(args, kwargs, padding, collect=message.kind is Kind.CALL).finish(result)
 
     def serve(self, channel: Channel) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import ray
+from torch.profiler import record_function
 
 from verl.single_controller.dispatch import Call
 from verl.single_controller.remote_batch import Columns, Packed, load_call, pack_result
@@ -85,7 +86,8 @@ class RankActor:
         since = self._running_since = time.monotonic()
         try:
             args, kwargs = load_call(packed, columns)
-            result = getattr(self._workers[role], method)(*args, **kwargs)
+            with record_function(f"{role}.{method}"):
+                result = getattr(self._workers[role], method)(*args, **kwargs)
             result, large = pack_result(Call(args, kwargs, padding, collect).finish(result))
             return True, (result, large and ray.put(large)), time.time(), time.monotonic() - since
         except BaseException as error:  # including SystemExit: a worker that calls sys.exit() is reported
