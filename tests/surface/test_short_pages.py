@@ -1,5 +1,6 @@
 """Commands of the pages on models, data, images, adapters, reward models, preferences and SFT run as printed."""
 
+import json
 import shlex
 from pathlib import Path
 
