@@ -3,7 +3,7 @@
 Imported as `recipe`, the former path, the modules are those of `verl.recipe`.
 """
 
-from verl import compat  # noqa: F401 (registers the import hook for old module paths)
+from verl import compat  # noqa: F401 (registers the import hook of public paths)
 
 if __name__ == "recipe":
     __path__ = []

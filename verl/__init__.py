@@ -2,7 +2,7 @@
 
 import importlib
 
-from verl import compat  # noqa: F401 (registers the import hook for old module paths)
+from verl import compat  # noqa: F401 (registers the import hook of public paths)
 
 __version__ = "0.1.0"
 

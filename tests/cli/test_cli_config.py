@@ -39,3 +39,8 @@ def test_words_that_are_nowhere(words, expected, capsys):
     found = capsys.readouterr()
     assert found.err.startswith("error: no key of ppo has ") and found.err.endswith(f"{expected}\n")
     assert found.out == ""
+
+
+def test_an_unknown_program(capsys):
+    assert explain([], "pp") == 1
+    assert "error: --of pp: did you mean 'ppo'? known: dpo, " in capsys.readouterr().err

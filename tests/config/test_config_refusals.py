@@ -219,6 +219,8 @@ OF_SFT = {
     "trainer.save_freq=after_every_epoch": "expected int >= -1 or one of after_each_epoch",
     "trainer.test_freq=-2": "found -2, expected int >= -1 or one of after_each_epoch",
     "engine.fsdp_size=3 trainer.n_gpus_per_node=4": "engine.fsdp_size (override 'engine.fsdp_size=3'): 3 does not",
+    "data.train_batch_size=6 trainer.n_gpus_per_node=4": "6 samples are not divisible by 4 ranks: use 4 or 8",
+    "engine.tensor_parallel_size=3 trainer.n_gpus_per_node=4": "by the model-parallel size 3 (tensor_parallel_size=3)",
     "engine.strategy=megatron model.freeze_vision_tower=true": f"'model.{TOWER}",
     "engine.strategy=megatron model.lora_rank=8": "does not support LoRA",
     "engine=megatron engine.use_dist_checkpointing=True": "=True'): true, but dist_checkpointing_path is not set",

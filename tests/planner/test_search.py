@@ -34,11 +34,11 @@ class TableSearch(Search):
         super().__init__(job, H200)
         self._random, self._values, self._missing = random.Random(seed), values, missing
 
-    def _best_group(self, names: tuple[str, ...], split: bool, devices: int) -> Group | None:
+    def _best_group(self, names: tuple[str, ...], devices: int) -> Group | None:
         if self._random.random() < self._missing:
             return None
-        job = self.split_job if split else self.job
-        group = Group(job, H200, tuple(job.role(name).on(devices) for name in names), job.role("actor"))
+        roles = tuple(self.job.role(name).on(devices) for name in names)
+        group = Group(self.job, H200, roles, self.job.role("actor"))
         vars(group)["seconds"] = {stage: (stage, self._random.choice(self._values)) for stage in STAGES}
         return group
 
@@ -47,10 +47,9 @@ def fastest(search: TableSearch, devices: int) -> list[float]:
     """The seconds of the fastest allocation of each partition that has one, by trying all, in ascending order."""
     found = []
     for partition in search.partitions():
-        split = search.is_split(partition)
         options = []
         for sizes in itertools.product(range(1, devices + 1), repeat=len(partition)):
-            groups = [search.group(names, split, size) for names, size in zip(partition, sizes)]
+            groups = [search.group(names, size) for names, size in zip(partition, sizes)]
             if sum(sizes) <= devices and None not in groups:
                 stages = [max(group.stages[i] for group in groups) for i in range(4)]
                 if search.job.overlaps:

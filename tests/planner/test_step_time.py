@@ -15,12 +15,14 @@ from verl.planner.devices import GIB
 from verl.planner.placement import plan_groups
 from verl.planner.shapes import VisionShape, built_in
 from verl.planner.step_time import (
+    PIXEL_RATE,
     all_reduce_seconds,
     collective_seconds,
     forward_pass,
     generation_seconds,
     infer_seconds,
     matmul_rate,
+    push_seconds,
     update_seconds,
 )
 from verl.planner.workload import Layout, Tokens
@@ -82,6 +84,17 @@ def test_training_has_three_times_the_flops_of_a_forward_pass():
     assert update_seconds(job, replace(actor, epochs=3), MATMULS) == pytest.approx(9 * forward)
 
 
+def test_pushes_by_hand():
+    """TINY has 1704 parameters in 16 bits. Shards of 4 ranks are gathered, or what a rank of the engine lacks."""
+    job = job_of(engine="native")
+    four = replace(job.role("actor"), layout=Layout(4))
+    assert push_seconds(job, four, ROUND, four) == pytest.approx(2 * 1704 * 3 / 4 / 1e9)
+    megatron = replace(job, model_parallel=True, rollout_tensor=2)
+    sharded = replace(four, layout=Layout(4, tensor=2, pipeline=2))
+    assert push_seconds(megatron, sharded, ROUND, sharded) == pytest.approx(2 * 1704 * (4 - 2) / (2 * 4) / 1e9)
+    assert push_seconds(job, four, ROUND, replace(four, name="rollout")) == pytest.approx(2 * 1704 / 1e9)
+
+
 def test_a_forward_pass_with_images_by_hand():
     tokens, job = Tokens(100, 50), job_of(SEEING, prompt_tokens=50)
     text = forward_pass(job_of(TINY).role("actor"), tokens, replace(job, roles=job_of(TINY).roles), ROUND, 1)
@@ -91,7 +104,7 @@ def test_a_forward_pass_with_images_by_hand():
     # 200 patches of an image attend to each other, in both directions: 4 FLOPs per element of 16, pair and layer
     rate = ROUND.attention_rate(200, 64)
     assert (found.attention - text.attention) * rate == pytest.approx(4 * 16 * 3 * 2 * 200 * 200)
-    assert found.images > 0 and text.images == 0
+    assert found.images == 400 * 12 * 4 / PIXEL_RATE and text.images == 0
     assert found.seconds(ROUND) == pytest.approx(replace(found, images=0).seconds(ROUND) + found.images)
     # the host copies the pixels of every patch
     assert forward_pass(job.role("actor"), Tokens(200, 50), job, ROUND, 1).images == 2 * found.images

@@ -43,9 +43,6 @@ ANY = "*"
 BELOW = "**"
 """Entry of a module for all names that it does not list, and for the modules below it."""
 
-#: packages that exist only as the parents of old modules
-_PARENTS = {path[:dot] for path in MOVED for dot, letter in enumerate(path) if letter == "."}
-
 
 @functools.cache
 def published() -> dict[str, dict[str, str]]:
@@ -71,9 +68,9 @@ def published() -> dict[str, dict[str, str]]:
 
 
 @functools.cache
-def published_packages() -> set[str]:
-    """The parents of the modules of `published`."""
-    return {path[:dot] for path in published() for dot, letter in enumerate(path) if letter == "."}
+def _parents() -> set[str]:
+    """The packages of the modules of `MOVED` and `published`."""
+    return {path[:dot] for path in (*MOVED, *published()) for dot, letter in enumerate(path) if letter == "."}
 
 
 def published_names(module: str) -> Callable[[str], Any]:
@@ -183,7 +180,7 @@ class PublishedModules(importlib.abc.MetaPathFinder):
             return None
         if fullname in published() or _advice_below(fullname) is not None:
             return importlib.util.spec_from_loader(fullname, _Empty(published_names(fullname)), is_package=True)
-        if fullname in _PARENTS or fullname in published_packages():
+        if fullname in _parents():
             return importlib.util.spec_from_loader(fullname, _Empty(None), is_package=True)
         return None
 

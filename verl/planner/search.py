@@ -51,7 +51,7 @@ class Search:
     """Finds placements of a job on devices of one kind.
 
     Args:
-        job: the run, without a role `rollout`. In asynchronous training the rollout has separate devices.
+        job: the run, without a role `rollout`. In asynchronous training it gets one, on separate devices.
         rollout_sizes: tensor-parallel sizes of the rollout.
         model_sizes: (tensor, pipeline) sizes of training; None: those of the job.
         same_sizes: all models of a group have the same ones, also if they differ in shape.
@@ -64,49 +64,44 @@ class Search:
     same_sizes: bool = False
 
     def __post_init__(self) -> None:
-        rollout = replace(self.job.role("actor"), name="rollout", trains=False)
-        self.split_job = replace(self.job, roles=(*self.job.roles, rollout))
-        self._groups: dict[tuple[tuple[str, ...], bool, int], Group | None] = {}
+        self._names = self.job.names
+        if self.job.overlaps:
+            rollout = replace(self.job.role("actor"), name="rollout", trains=False)
+            self.job = replace(self.job, roles=(*self.job.roles, rollout))
+        self._groups: dict[tuple[tuple[str, ...], int], Group | None] = {}
 
     def partitions(self) -> list[Partition]:
-        """The partitions to try. In asynchronous training the rollout is alone."""
-        if not self.job.overlaps:  # a rollout with separate devices would idle during training
-            return list(partitions(self.job.names))
-        return [(*partition, ("rollout",)) for partition in partitions(self.job.names)]
+        """The partitions to try. In asynchronous training the rollout is alone; otherwise it would idle in training."""
+        alone = (("rollout",),) if self.job.overlaps else ()
+        return [(*partition, *alone) for partition in partitions(self._names)]
 
-    def is_split(self, partition: Partition) -> bool:
-        """Whether the rollout has separate devices."""
-        return ("rollout",) in partition
-
-    def group(self, names: tuple[str, ...], split: bool, devices: int) -> Group | None:
+    def group(self, names: tuple[str, ...], devices: int) -> Group | None:
         """The fastest layout of these roles on this many devices that fits; None if there is none. Cached."""
-        names = tuple(name for name in names if split or name != "rollout")
-        key = (names, split, devices)
+        key = (names, devices)
         if key not in self._groups:
             self._groups[key] = self._best_group(*key)
         return self._groups[key]
 
-    def _best_group(self, names: tuple[str, ...], split: bool, devices: int) -> Group | None:
+    def _best_group(self, names: tuple[str, ...], devices: int) -> Group | None:
         groups = [
-            Group(job, self.device, tuple(roles), self._generator(job, roles, split))
-            for job, roles in self._layouts(names, split, devices)
+            Group(job, self.device, tuple(roles), self._generator(job, roles))
+            for job, roles in self._layouts(names, devices)
         ]
         fastest_first = sorted(groups, key=lambda group: sum(seconds for _, seconds in group.seconds.values()))
         return next((group for group in fastest_first if group.peak[1] <= self.device.available(devices)), None)
 
-    def _generator(self, job: Job, roles: list[Role], split: bool) -> Role:
+    def _generator(self, job: Job, roles: list[Role]) -> Role:
         """The role that generates. On other devices, only their number matters, and that little: as many as here."""
-        if split:
+        if job.overlaps:
             return replace(job.role("rollout"), layout=Layout(roles[0].layout.devices))
         return next((role for role in roles if role.name == "actor"), roles[0])
 
-    def _layouts(self, names: tuple[str, ...], split: bool, devices: int) -> Iterator[tuple[Job, list[Role]]]:
+    def _layouts(self, names: tuple[str, ...], devices: int) -> Iterator[tuple[Job, list[Role]]]:
         """Every layout of the roles. Models of one shape have one layout."""
-        base = self.split_job if split else self.job
-        tensors = (base.rollout_tensor,)
-        if base.generator in names:
-            tensors = self.rollout_sizes if base.traits.tensor_parallel else (1,)
-        roles = [base.role(name) for name in names]
+        tensors = (self.job.rollout_tensor,)
+        if self.job.generator in names:
+            tensors = self.rollout_sizes if self.job.traits.tensor_parallel else (1,)
+        roles = [self.job.role(name) for name in names]
         shapes = list(dict.fromkeys(role.shape for role in roles))
         if self.same_sizes:
             layouts = ((sizes,) * len(shapes) for sizes in self._sizes(devices))
@@ -121,7 +116,7 @@ class Search:
                 placed.append(replace(role, layout=layout))
             heads, kv_heads = placed[0].shape.heads, placed[0].shape.kv_heads
             for tensor in tensors:
-                job = replace(base, rollout_tensor=tensor)
+                job = replace(self.job, rollout_tensor=tensor)
                 splits = heads % tensor == 0 and kv_heads % tensor == 0 and tensor <= self.device.per_node
                 if splits and all(is_possible(job, role) for role in placed):
                     yield job, placed
@@ -135,11 +130,11 @@ class Search:
 
     # ---- allocations ------------------------------------------------------------------------------------------------
 
-    def candidates(self, names: tuple[str, ...], split: bool, devices: int) -> list[Group]:
+    def candidates(self, names: tuple[str, ...], devices: int) -> list[Group]:
         """The groups of all sizes that fit, without those that are not faster than a smaller one."""
         kept: list[Group] = []
         for size in sizes_up_to(devices, self.device.per_node):
-            group = self.group(names, split, size)
+            group = self.group(names, size)
             if group is not None and not any(
                 all(ours <= theirs for ours, theirs in zip(smaller.stages, group.stages)) for smaller in kept
             ):
@@ -148,8 +143,7 @@ class Search:
 
     def best_of(self, partition: Partition, devices: int, limit: float = float("inf")) -> Plan | None:
         """The fastest allocation of at most `devices` devices to the sets of a partition, if it is below `limit`."""
-        split = self.is_split(partition)
-        options = [self.candidates(names, split, devices) for names in partition]
+        options = [self.candidates(names, devices) for names in partition]
         if not all(options):
             return None
         fewest = [min(group.devices for group in groups) for groups in options]
@@ -177,8 +171,7 @@ class Search:
         groups = best[0][1]
         if not groups:
             return None
-        generator = "rollout" if split else "actor"
-        owner = next(group for group in groups if generator in group.names)
+        owner = next(group for group in groups if self.job.generator in group.names)
         return Plan(owner.job, self.device, tuple(groups))
 
     def plans(self, devices: int, count: int = 2) -> list[Plan]:
