@@ -118,4 +118,4 @@ def test_no_text_takes_long(fragment):
         rule.extract(text)
     extract_choice(text)
     equal(text[:1000], "1")
-    assert time.process_time() - begun < 1.5
+    assert time.process_time() - begun < 3

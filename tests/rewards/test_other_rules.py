@@ -1,4 +1,4 @@
-"""Multiple choice, geometry, code, format and length rewards, and weighted sums of rewards."""
+"""Multiple choice, geometry, code and format rewards, and weighted sums of rewards."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from verl.rewards import resolve_reward_function
-from verl.rewards.resolve import format_reward, length_reward
+from verl.rewards.resolve import format_reward
 from verl.rewards.rules.choice import extract_choice, multiple_choice
 from verl.rewards.rules.maths import geo3k, has_format
 from verl.rewards.sandbox.code_tests import code_reward, same_output
@@ -74,7 +74,7 @@ def test_the_format_needs_time_linear_in_the_length():
     assert not has_format("<think>" + "</think" * 100_000 + "\\boxed{" * 100_000)
 
 
-# ---- format and length ----------------------------------------------------------------------------------------------
+# ---- format ----------------------------------------------------------------------------------------------
 
 
 FORMATTED = ["<think>a</think><answer>b</answer>", "  <think>\na\n</think>\n\n<answer>b</answer>\n"]
@@ -92,36 +92,25 @@ def test_format_with_other_tags():
     assert format_reward("x", "<plan>a</plan>", None, tags=["plan"]) == 1.0
 
 
-@pytest.mark.parametrize("length, score", [(0, 1.0), (100, 1.0), (150, 0.75), (200, 0.5), (300, 0.0), (900, 0.0)])
-def test_length(length, score):
-    assert length_reward("x", "", None, {"response_length": length}, free=100, limit=300) == score
-
-
-def test_length_counts_words_if_the_token_count_is_unknown():
-    assert length_reward("x", "one two three", None, limit=6) == 0.5
-
-
 # ---- weighted sums --------------------------------------------------------------------------------------------------
 
 
 def weighted(*rewards):
     function = resolve_reward_function(registered="weighted", reward_kwargs={"rewards": list(rewards)})
-    return lambda text, truth, source="gsm8k": function(
-        data_source=source, solution_str=text, ground_truth=truth, extra_info={"response_length": 50}
-    )
+    return lambda text, truth, source="gsm8k": function(data_source=source, solution_str=text, ground_truth=truth)
 
 
 def test_the_sum_of_rewards_and_each_of_them():
     score = weighted(
         {"name": "data_source"},
         {"name": "format", "weight": 0.2, "kwargs": {"tags": ["answer"]}},
-        {"name": "length", "weight": -0.1, "label": "short", "kwargs": {"limit": 100}},
+        {"name": "format", "weight": -0.1, "label": "thinks", "kwargs": {"tags": ["think"]}},
         {"path": SAMPLES, "name": "compute_score", "weight": 2},
     )
     found = score("<answer>#### 7</answer>", "7")
-    assert found.pop("score") == pytest.approx(1.0 + 0.2 - 0.1 * 0.5 + 0.0)
-    assert found == {"acc": 1.0, "pred": "7", "data_source": 1.0, "format": 1.0, "short": 0.5, "compute_score": 0.0}
-    assert score(r"\boxed{7}", "7", "math")["score"] == pytest.approx(1.0 - 0.05)
+    assert found.pop("score") == pytest.approx(1.0 + 0.2 - 0.1 * 0.0 + 0.0)
+    assert found == {"acc": 1.0, "pred": "7", "data_source": 1.0, "format": 1.0, "thinks": 0.0, "compute_score": 0.0}
+    assert score(r"<think>\boxed{7}</think>", "7", "math")["score"] == pytest.approx(-1.0 - 0.1)
 
 
 def test_a_term_without_a_score_is_named(tmp_path):

@@ -127,8 +127,8 @@ def test_a_parameter_that_is_no_column_is_named_with_the_columns():
 
 
 def test_columns_do_not_set_the_parameters_of_built_in_functions():
-    function = resolve_reward_function(registered="length", reward_kwargs={"limit": 14})
-    assert score(function, "one two", extra={"free": 13, "limit": 2}) == pytest.approx(12 / 14)
+    function = resolve_reward_function(registered="gsm8k", reward_kwargs={"format_score": 0.25})
+    assert score(function, "#### 8", extra={"format_score": 0.5})["score"] == 0.25
 
 
 def test_registering_checks_the_signature():
@@ -142,7 +142,6 @@ EXAMPLES = {
     "code": ("assert f() == 7", "def f(): return 7", "def f(): return 8", {}),
     "geo3k": ("7", "<think>a</think> \\boxed{7}", "\\boxed{8}", {}),
     "format": ("", "<answer>7</answer>", "7", {"tags": ["answer"]}),
-    "length": ("", "", "seven words " * 7, {"limit": 14}),
     "multiple_choice": ("C", "C", "D", {}),
     "search_r1": ({"target": ["Ada", "Grace"]}, "<answer>the Ada.</answer>", "<answer>Al</answer>", {}),
     "weighted": ("7", "#### 7", "#### 8", {"rewards": [{"name": "gsm8k"}]}),

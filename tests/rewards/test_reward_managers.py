@@ -89,8 +89,8 @@ def test_extra_values_are_kept_per_sample(tokenizer):
 
 def test_functions_receive_the_length_in_tokens(tokenizer):
     batch = make_batch(["abc.", ""], extra_infos=[{"index": 1}, None])
-    scored = load_reward_manager(tokenizer, registered_function="length", reward_kwargs={"limit": 8})
-    assert scored(batch).sum(1).tolist() == [0.5, 1.0]
+    scored = NaiveRewardManager(tokenizer, lambda solution_str, response_length: response_length)
+    assert scored(batch).sum(1).tolist() == [4.0, 0.0]
 
 
 def test_samples_of_several_sources_may_have_different_extra_values(tokenizer):

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -239,27 +238,6 @@ def format_reward(
         if before.strip() or not closed or not inside.strip():
             return 0.0
     return float(not rest.strip())
-
-
-@register_reward("length", bounded=True)
-def length_reward(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: Mapping[str, Any] | None = None,
-    *,
-    free: int = 0,
-    limit: int = 1024,
-) -> float:
-    """Return 1.0 up to `free` tokens, then a value that decreases linearly to 0.0 at `limit` tokens.
-
-    The length is extra_info["response_length"], which reward managers set; without it, the number of words.
-    """
-    if not 0 <= free < limit:
-        raise ValueError(f"length: expected 0 <= free < limit, found free={free!r}, limit={limit!r}")
-    info = extra_info or {}
-    length = info["response_length"] if "response_length" in info else len(re.findall(r"\S+", solution_str))
-    return min(1.0, max(0.0, (limit - length) / (limit - free)))
 
 
 # ---- weighted sum ---------------------------------------------------------------------------------------------------
