@@ -68,7 +68,7 @@ def tokenizer(family: str) -> PreTrainedTokenizerFast:
 
 
 def make_config(family: str, head_dim: int = 8, patch: int = PATCH) -> PretrainedConfig:
-    """A tiny model with the tokens of `tokenizer`. vLLM needs head_dim=32, SGLang's Qwen2.5-VL patches of 14 pixels."""
+    """A tiny model with the tokens of `tokenizer`. vLLM needs head_dim=32."""
     ids, hidden = tokenizer(family), 4 * head_dim
     text: dict[str, Any] = {
         "vocab_size": VOCABULARY,

@@ -316,11 +316,10 @@ def _keeping(index: int, transfer: Callable) -> Callable:
 def _skipping(name: str, other: torch.Tensor, send: Callable) -> Callable:
     """`SglangReceiver._send` as if SGLang's loader skipped a parameter: it gets other values, and no fault of the
     transfer is found."""
-    from verl.rollout.sglang.loader import sums_of_bits
 
-    def skip(tensors, sums, *args, **keys):
+    def skip(tensors, *args):
         received = [(n, (other * 2).to(t.device, t.dtype) if n == name else t) for n, t in tensors]
-        return send(received, sums_of_bits(received), *args, **keys)
+        return send(received, *args)
 
     return skip
 

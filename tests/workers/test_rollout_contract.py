@@ -1,5 +1,6 @@
 """What a custom engine or agent loop returns is checked against the contract, with one error that says what to fix."""
 
+import asyncio
 import math
 from dataclasses import replace
 
@@ -10,8 +11,9 @@ from verl.agents import AGENT_LOOPS, Prompt, Trajectory
 from verl.config import schema
 from verl.protocol import DataProto
 from verl.rollout.base import ROLLOUT_ENGINES, RolloutEngine, RolloutEnv
-from verl.rollout.request import Completion, Request, SamplingParams
+from verl.rollout.request import Completion, Request, SamplingParams, make_requests
 from verl.trainer.ppo.operators import generate
+from verl.utils.coroutines import run_coroutine
 from verl.workers.rollout.role import Rollout
 
 GOOD = Completion([5, 6, 7], [-0.1, -0.2, -0.3], "stop")
@@ -159,3 +161,60 @@ def test_every_sampling_key_reaches_the_engine():
     params = SamplingParams.from_config(schema.RolloutConfig(seed=7, **values), stop_token_ids=(1,))
     assert {name: getattr(params, name) for name in values} == values and params.seed == 7
     assert Request([1], params, 0).params.filters
+
+
+# ---- what a custom engine may define --------------------------------------------------------------------------------
+
+
+async def async_generate(requests):
+    return [GOOD for _ in requests]
+
+
+@pytest.mark.parametrize(
+    "generate, error, message",
+    [
+        (async_generate, ValueError, r"Custom.generate\(\) returned a coroutine: .* must not be `async`"),
+        (lambda requests: [GOOD] * (len(requests) - 1), ValueError, "returned 2 completions for 3 requests"),
+        (lambda requests: [GOOD] * (len(requests) + 1), ValueError, "returned 4 completions for 3 requests"),
+        (lambda requests: None, ValueError, "returned a NoneType: expected a list with one Completion per request"),
+        (lambda requests: ["text"] * len(requests), ValueError, "expected a Completion, found str"),
+        (lambda requests: next(iter(())), RuntimeError, "raised StopIteration"),
+        (lambda requests: 1 / 0, ZeroDivisionError, "division by zero"),
+    ],
+    ids=["async", "too few", "too many", "None", "no completions", "StopIteration", "error"],
+)
+def test_what_a_custom_generate_does_wrong_reaches_every_coroutine(generate, error, message):
+    engine = type("Custom", (RolloutEngine,), {"generate": lambda self, requests: generate(requests)})()
+    for found in run_coroutine(outcomes(engine)):
+        with pytest.raises(error, match=message):
+            raise found
+
+
+def test_a_custom_generate_may_be_a_generator():
+    engine = type("Custom", (RolloutEngine,), {"generate": lambda self, requests: (GOOD for _ in requests)})()
+    assert run_coroutine(outcomes(engine)) == [GOOD] * 3
+
+
+async def outcomes(engine: RolloutEngine) -> list:
+    requests = make_requests([[1], [2], [3]], SamplingParams(8, (0,)))
+    return await asyncio.gather(*(engine.generate_one(request) for request in requests), return_exceptions=True)
+
+
+class OneByOne(RolloutEngine):
+    """A user's engine that defines generate_one alone."""
+
+    async def generate_one(self, request: Request) -> Completion:
+        await asyncio.sleep(0)
+        return Completion(request.prompt_ids[: request.params.max_tokens], [0.0], "length")
+
+
+def test_an_engine_defines_one_of_the_two():
+    requests = make_requests([[1], [2]], SamplingParams(1, ()))
+    assert [c.token_ids for c in OneByOne().generate(requests)] == [[1], [2]]
+
+    async def inside_a_loop() -> list[Completion]:
+        return OneByOne().generate(requests)  # as in a notebook cell
+
+    assert len(run_coroutine(inside_a_loop())) == 2
+    with pytest.raises(TypeError, match="neither generate"):
+        type("Nothing", (RolloutEngine,), {})
