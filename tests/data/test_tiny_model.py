@@ -52,12 +52,6 @@ def test_the_same_seed_writes_the_same_files(tiny, tmp_path):
     assert (tmp_path / "a" / "model.safetensors").read_bytes() != (tmp_path / "c" / "model.safetensors").read_bytes()
 
 
-def test_the_char_tokenizer_has_32_symbols_and_adds_none(tiny, char_tokenizer):
-    assert len(char_tokenizer) == 32
-    assert char_tokenizer("ab=1+2")["input_ids"] == char_tokenizer.convert_tokens_to_ids(list("ab=1+2"))
-    assert char_tokenizer.chat_template is None
-
-
 def test_a_tokenizer_that_the_family_would_replace_is_refused(tiny, tmp_path):
     with pytest.raises(ValueError, match=r"AutoTokenizer does not reload"):
         tiny.tiny_model("qwen2", tmp_path / "q", tokenizer="char")

@@ -50,12 +50,12 @@ def rows_of(path: Path) -> list[dict]:
 
 def test_responses_are_those_of_the_model(tiny, keys, tmp_path):
     """Each response again, alone: the prompt tokenized here, the seed from the indices of prompt and sample."""
-    out = GenerationRun(overrides=keys).run()
+    out = GenerationRun(overrides=[*keys, "data.max_samples=8"]).run()
     tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
     engine = HFRollout(AutoModelForCausalLM.from_pretrained(tiny / "model"), tokenizer.pad_token_id)
     params = SamplingParams(6, (tokenizer.eos_token_id,), temperature=0.6, top_p=0.95, seed=42)
     rows, inputs = rows_of(out), rows_of(tiny / "train.jsonl")
-    assert [{k: row[k] for k in ("prompt", "answer")} for row in rows] == inputs
+    assert [{k: row[k] for k in ("prompt", "answer")} for row in rows] == inputs[:8]
     tokens, cut = 0, 0
     for number, row in enumerate(rows):
         ids = tokenizer(row["prompt"])["input_ids"]
@@ -65,13 +65,13 @@ def test_responses_are_those_of_the_model(tiny, keys, tmp_path):
         cut += sum(tokenizer.eos_token_id not in a.token_ids for a in alone)
     facts = json.loads((tmp_path / "out.parquet.settings.json").read_text())
     assert {k: v for k, v in facts.items() if k != "settings"} == {
-        "prompts": 24,
-        "responses": 72,
+        "prompts": 8,
+        "responses": 24,
         "tokens": tokens,
         "cut": cut,
     }
-    assert 0 < cut < 72, "the test needs both finish reasons"
-    assert len({text for row in rows for text in row["responses"]}) > 60, "samples differ"
+    assert 0 < cut < 24, "the test needs both finish reasons"
+    assert len({text for row in rows for text in row["responses"]}) > 18, "samples differ"
 
 
 def test_greedy_responses_and_prompts_as_in_training(tiny, keys):
@@ -136,7 +136,7 @@ flush, calls = os.fsync, []
 
 def flush_or_die(file):
     calls.append(file)
-    if len(calls) == 8:
+    if len(calls) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     flush(file)
 
@@ -146,20 +146,20 @@ main(sys.argv[1:])
 
 
 def test_kill_9_and_resume_give_the_file_of_an_uninterrupted_run(keys, tmp_path, caplog):
-    """Killed after the responses to eight prompts are written, before they are flushed to disk."""
-    single = [*keys, "data.batch_size=1"]
+    """Killed after the responses to three prompts are written, before they are flushed to disk."""
+    single = [*keys, "data.batch_size=1", "data.max_samples=8"]
     expected = GenerationRun(overrides=[*single, f"data.output_path={tmp_path / 'whole.parquet'}"]).run().read_bytes()
     killed = run_python("-c", KILLED, *single, cwd=ROOT)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     (left,) = tmp_path.glob("out.parquet*")
     with left.open("a") as file:
-        file.write('{"prompt": 8, "respon')  # torn
+        file.write('{"prompt": 3, "respon')  # torn
     assert not (tmp_path / "out.parquet").exists()
     caplog.clear()
     with caplog.at_level("INFO", "verl"):
         assert main(single) == 0
-    assert "resuming: 8 of 24 prompts are finished" in caplog.text
-    assert caplog.text.count("generated ") == 24 - 8  # one line per batch
+    assert "resuming: 3 of 8 prompts are finished" in caplog.text
+    assert caplog.text.count("generated ") == 8 - 3  # one line per batch
     assert "[gen]" not in caplog.text
     assert (tmp_path / "out.parquet").read_bytes() == expected
 

@@ -58,10 +58,6 @@ class _Saved:
     def step(self) -> int:
         return step_of(self.folder)
 
-    @property
-    def complete(self) -> bool:
-        return self.size_fault() is None
-
     def size_fault(self) -> str | None:
         """Return a description of a file that is missing or has the wrong size, or None. Does not read contents."""
         return next(size_faults(self.folder, self.files), None)
@@ -246,7 +242,9 @@ class CheckpointStore:
 
     def newest(self, after: int = 0) -> Path | None:
         """Return the newest complete checkpoint by file sizes; contents are not read. after: as for `latest`."""
-        return next((saved.folder for saved in self._scan()[0] if saved.complete and saved.serial > after), None)
+        return next(
+            (saved.folder for saved in self._scan()[0] if saved.size_fault() is None and saved.serial > after), None
+        )
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint of `step`, which may not exist."""

@@ -72,9 +72,7 @@ def save_curves(metrics_jsonl: str | Path, out_png: str | Path, keys: Sequence[s
     Raises:
         ValueError: if a key is not in the file, there is nothing to plot, or matplotlib is not installed.
     """
-    path = Path(metrics_jsonl)
-    run = open_run(path.parent) if path.name == "metrics.jsonl" else RecordedRun(path.parent)
-    run.__dict__["metrics"] = read_metrics(path)
+    run = open_run(Path(metrics_jsonl).parent)
     return _save([run], [""], out_png, keys, run.title if run.about else "")
 
 
