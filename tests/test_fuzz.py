@@ -10,15 +10,19 @@ import pytest
 from tests.audit import Guard
 from tests.fuzz import TARGETS, fuzz
 
-GUARD = Guard()
+
+@pytest.fixture(scope="module")
+def guard() -> Guard:
+    """Made at its first use: a hook stays in the process, and is called for each file that is opened."""
+    return Guard()
 
 
 @pytest.mark.parametrize(
     "name", ["config", "data", "checkpoint", "calls", pytest.param("http", marks=pytest.mark.slow)]
 )
-def test_a_few_cases(name):
+def test_a_few_cases(name, guard):
     cases = {"config": 20, "data": 10, "checkpoint": 10, "calls": 30, "http": 40}[name]
-    assert sum(fuzz(name, cases, first_seed=1, guard=GUARD).values()) >= cases
+    assert sum(fuzz(name, cases, first_seed=1, guard=guard).values()) >= cases
 
 
 @pytest.mark.parametrize(
@@ -30,14 +34,14 @@ def test_a_few_cases(name):
         lambda folder: subprocess.run([sys.executable, "-c", ""]),
     ],
 )
-def test_the_guard_notices(act, tmp_path):
+def test_the_guard_notices(act, guard, tmp_path):
     (tmp_path / "case").mkdir()
-    with pytest.raises(AssertionError, match="outside of the folder"), GUARD.watching(tmp_path / "case"):
+    with pytest.raises(AssertionError, match="outside of the folder"), guard.watching(tmp_path / "case"):
         act(tmp_path / "case")
 
 
-def test_the_guard_allows_the_folder(tmp_path):
-    with GUARD.watching(tmp_path):
+def test_the_guard_allows_the_folder(guard, tmp_path):
+    with guard.watching(tmp_path):
         (tmp_path / "a").write_text("x")
         (tmp_path / "a").rename(tmp_path / "b")
         (tmp_path / "b").unlink()

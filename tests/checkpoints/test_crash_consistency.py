@@ -4,6 +4,7 @@
 the folder. From each moment of a save it builds the states that a file system may show after a crash.
 """
 
+import functools
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from verl.checkpoints.store import CheckpointStore
 
 VARIANTS = ("lost", "entries only", "torn", "root only")
 EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink"}
-_recorder = None  # an audit hook cannot be removed, so there is one
+_recorder = None  # an audit hook cannot be removed, so there is one, from the first recording on
 
 
 def _hook(event, args):
@@ -28,7 +29,7 @@ def _hook(event, args):
         _recorder.observe()
 
 
-sys.addaudithook(_hook)
+_install_hook = functools.cache(lambda: sys.addaudithook(_hook))
 
 
 class Disk:
@@ -140,6 +141,7 @@ class Disk:
 @contextmanager
 def recorded(top: Path, monkeypatch):
     global _recorder
+    _install_hook()
     disk, fsync = Disk(top), os.fsync
 
     def synced(descriptor):

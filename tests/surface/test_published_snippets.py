@@ -176,17 +176,6 @@ def test_the_snippets_with_vllm(name, workplace):
         assert step["weight_sync/bytes"] > 0 and step["rollout/logprob_gap_max"] < 2e-5
 
 
-def test_a_reward_of_ones_own_as_a_plugin(workplace, steps, monkeypatch):
-    monkeypatch.chdir(workplace)
-    plugin = ROOT / "examples" / "reward_fn" / "similarity.py"
-    config = CLI_CONFIG.format(reward="similarity") + f"\nimports: [{plugin}]\n"
-    (workplace / "ppo_config.yaml").write_text(config)
-    few = ["data.max_response_length=6", "trainer.total_training_steps=1", "trainer.logger=[jsonl]"]
-    (step,) = steps("--config", "ppo_config.yaml", *few, "trainer.default_local_dir=run")
-    assert 0 < step["critic/score/mean"] < 1  # some letters of the reference are hit by chance
-    assert step["reward/acc"] == pytest.approx(step["critic/score/mean"])
-
-
 def test_check_env_has_its_three_names():
     from verl.utils.env_check import check_env
 
