@@ -149,7 +149,8 @@ def sweep(
         if slurm and pending:
             cases = [f"{i}) {shlex.join(t.command)} > {shlex.quote(str(t.log))} 2>&1 ;;" for i, t in enumerate(pending)]
             script = trials[0].folder.with_name("sweep.slurm")
-            script.write_text(_SLURM.format(name=file.stem, last=len(pending) - 1, cases="\n".join(cases)))
+            text = _SLURM.format(name=file.stem, last=len(pending) - 1, cases="\n".join(cases))
+            script.write_text(text, encoding="utf-8")
             return typer.echo(console_text(f"sbatch {script}"))
         run_trials(pending, gpus or [None] * jobs)
         print_results(trials, metric)
