@@ -7,8 +7,8 @@
 - the search lists pages of the guide first, and internals last;
 - long keys in tables may break;
 - a code block of the language mermaid is a diagram;
-- a file of the repository that a page links becomes a page of the site below `source/`; a link to a folder or a large
-  file is plain text.
+- a file of the repository that a page links becomes a page of the site below `source/`, with its images; a link to a
+  folder or a large file is plain text.
 """
 
 import json
@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OBJECT = re.compile(r"^<!-- api (\S+)((?: \w+)*) -->$", re.MULTILINE)
 CELL = re.compile(r"(?<=<td><code>)[^<]+(?=</code>)")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+IMAGE = re.compile(r"!\[[^\]]*\]\(([^)#\s]+)\)")
 PICTURE = re.compile(
     r'<picture>\s*<source[^>]*srcset="(?:docs/)?([^"]+)">\s*'
     r'<img src="(?:docs/)?([^"]+)" alt="([^"]*)"[^>]*>\s*</picture>'
@@ -52,6 +53,10 @@ def on_files(files: Any, config: Any) -> Any:
     pending = [file for file in files if file.is_documentation_page()]
     while pending:
         file = pending.pop()
+        for target in IMAGE.findall(file.content_string) if file.src_uri.startswith(f"{SOURCE}/") else ():
+            path = _linked_path(file.src_uri, target)
+            if (ROOT / path).is_file() and files.get_file_from_path(f"{SOURCE}/{path}") is None:
+                files.append(File.generated(config, f"{SOURCE}/{path}", abs_src_path=str(ROOT / path)))
         for _, target, _ in LINK.findall(file.content_string):
             path = _linked_path(file.src_uri, target)
             page = _page(path)

@@ -24,9 +24,10 @@ from verl.trainer.sft_trainer import SFTTrainer
 from verl.trainer.startup.command_line import split_arguments
 
 ROOT = Path(__file__).parents[1]
-#: scripts of recipes that need other models or columns, tested in tests/recipe
+#: scripts that need other models or columns, tested in tests/recipe; and of launchers
 OF_RECIPES = {ROOT / f"verl/recipe/{name}/run_local.sh" for name in ("safe_rlhf", "spin")}
 OF_RECIPES.add(ROOT / "verl/recipe/flowrl/run_gsm8k_local.sh")  # its loss is registered once
+OF_RECIPES.add(ROOT / "examples/launch/torchrun.sh")  # in tests/test_launch_examples.py
 SCRIPTS = sorted(
     {path for folder in ("examples", "verl/recipe") for path in (ROOT / folder).rglob("*.sh")} - OF_RECIPES
 )

@@ -89,6 +89,7 @@ def read_sweep(file: Path, overrides: Sequence[str]) -> tuple[list[Trial], str |
     schemas = {program.name: SCHEMAS[program.schema] for program in PROGRAMS if program.name in _COMMANDS}
     wrong = [key for key in options if key not in _DEFAULTS and not key.startswith(("grid.", "random."))]
     wrong += [] if command in schemas else [f"command: {command}"]
+    wrong += [f"{key}: {options[key]}" for key in ("trials", "seed") if not isinstance(options[key], int)]
     if wrong or len(options) == len(_DEFAULTS):
         keys = f"grid or random, {', '.join(_DEFAULTS)}, and a command of {', '.join(_COMMANDS)}"
         raise ValueError(f"{file}: expected the keys {keys}; found {wrong[0] if wrong else 'nothing to vary'}")
@@ -148,7 +149,8 @@ def sweep(
         if slurm and pending:
             cases = [f"{i}) {shlex.join(t.command)} > {shlex.quote(str(t.log))} 2>&1 ;;" for i, t in enumerate(pending)]
             script = trials[0].folder.with_name("sweep.slurm")
-            script.write_text(_SLURM.format(name=file.stem, last=len(pending) - 1, cases="\n".join(cases)))
+            text = _SLURM.format(name=file.stem, last=len(pending) - 1, cases="\n".join(cases))
+            script.write_text(text, encoding="utf-8")
             return typer.echo(console_text(f"sbatch {script}"))
         run_trials(pending, gpus or [None] * jobs)
         print_results(trials, metric)
@@ -207,7 +209,9 @@ def print_results(trials: Sequence[Trial], metric: str | None) -> None:
     for others, scores in groups.items():
         if others and len(scores) > 1:
             typer.echo(console_text(f"{others}: mean {fmean(scores):.4g} of {len(scores)} seeds"))
-    if best:
+    if not best:
+        typer.echo(console_text(f"no trial has the metric {name}"))
+    else:
         path, plotted = trials[0].folder.with_name("sweep.png"), [runs[i] for i in ranked[:_PLOTTED]]
         save_comparison(plotted, path, None if metric is None else [metric])
         typer.echo(console_text(f"picture: {path}"))
