@@ -331,7 +331,7 @@ def parse() -> argparse.Namespace:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=WORKS, action="append", help="default: rl, 16k and long on a GPU, else cpu")
-    parser.add_argument("--variants", default="transformers,plain,fused,compiled" if gpu else "transformers,plain")
+    parser.add_argument("--variants", default="transformers,plain,fused" if gpu else "transformers,plain")
     parser.add_argument("--shapes", help="only works of these shapes, separated by commas")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda" if gpu else "cpu")

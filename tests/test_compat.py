@@ -26,12 +26,13 @@ def test_an_old_path_hides_no_name_of_its_package():
 
 def test_recipe_is_verl_recipe():
     """The checkout's folder `recipe` forwards: its modules are the same objects, not second copies."""
-    import recipe.dpo.flow
-    import verl.recipe.dpo.flow
+    import recipe.dpo.online
+    import verl.recipe.dpo.online
     from recipe.dpo import DPOTrainer
     from verl.recipe.dpo.main_dpo import DPOTrainer as same
 
-    assert recipe.dpo.flow is verl.recipe.dpo.flow and DPOTrainer is same
+    assert recipe.dpo.online is verl.recipe.dpo.online and DPOTrainer is same
+    assert importlib.import_module("recipe.dpo.trainer") is importlib.import_module("verl.recipe.dpo.online")
     assert importlib.import_module("recipe.r1.main_eval") is importlib.import_module("verl.trainer.main_eval")
     spec = importlib.util.find_spec("recipe.dpo.main_dpo")  # what `python -m` runs
     assert spec.origin.endswith("verl/recipe/dpo/main_dpo.py") and spec.loader.get_code(spec.name) is not None

@@ -18,8 +18,6 @@ from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.ray_trainer import RayPPOTrainer
 
-RECIPE = Recipe("DAPO", Path(__file__).with_name("dapo.yaml"))
-
 
 class DAPOTrainer(PPOTrainer):
     """DAPO on the cluster of trainer.backend.
@@ -27,7 +25,7 @@ class DAPOTrainer(PPOTrainer):
     >>> DAPOTrainer(overrides=["data.train_files=train.parquet", "actor_rollout_ref.model.path=my-model"]).fit()
     """
 
-    recipe = RECIPE
+    recipe = Recipe("DAPO", Path(__file__).with_name("dapo.yaml"))
 
 
 LocalDAPOTrainer = DAPOTrainer  # its name in earlier releases
@@ -36,7 +34,7 @@ LocalDAPOTrainer = DAPOTrainer  # its name in earlier releases
 class RayDAPOTrainer(RayPPOTrainer):
     """DAPO on a Ray cluster."""
 
-    recipe = RECIPE
+    recipe = DAPOTrainer.recipe
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from verl.utils.lazy import lazy_names
 
 _HOME = {
-    "verl.recipe.dpo.online": "RECIPE DPOTrainer LocalDPOTrainer",
+    "verl.recipe.dpo.online": "DPOTrainer LocalDPOTrainer",
     "verl.recipe.dpo.offline": "OfflineDPOTrainer",
 }
 

@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None, program: str = OFFLINE.module) -> i
     return train([word for word in arguments if word != "--online"], DPOTrainer, f"{program} --online")
 
 
-_HOME = {"verl.recipe.dpo.online": "RECIPE DPOTrainer LocalDPOTrainer"}
+_HOME = {"verl.recipe.dpo.online": "DPOTrainer LocalDPOTrainer"}
 _, __getattr__, _ = lazy_names(__name__, _HOME)
 
 if __name__ == "__main__":

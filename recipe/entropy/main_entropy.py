@@ -11,8 +11,6 @@ from verl.trainer.checks.preflight import Recipe
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
 
-RECIPE = Recipe("entropy mechanism", Path(__file__).with_name("entropy.yaml"))
-
 
 class EntropyTrainer(PPOTrainer):
     """KL-Cov or Clip-Cov on the cluster of trainer.backend.
@@ -20,7 +18,7 @@ class EntropyTrainer(PPOTrainer):
     >>> EntropyTrainer(overrides=["data.train_files=train.parquet", "actor_rollout_ref.model.path=my-model"]).fit()
     """
 
-    recipe = RECIPE
+    recipe = Recipe("entropy mechanism", Path(__file__).with_name("entropy.yaml"))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,6 @@
 
 from verl.utils.lazy import lazy_names
 
-_HOME = {"verl.recipe.flowrl.main_flowrl": "RECIPE FlowRLTrainer"}
+_HOME = {"verl.recipe.flowrl.main_flowrl": "FlowRLTrainer"}
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

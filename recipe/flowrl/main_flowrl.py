@@ -37,16 +37,13 @@ def check_settings(config: Config) -> Iterator[Problem]:
     yield from (Problem(key, problem) for key, (is_wrong, problem) in rules.items() if is_wrong)
 
 
-RECIPE = Recipe("FlowRL", Path(__file__).with_name("flowrl.yaml"), check=check_settings)
-
-
 class FlowRLTrainer(PPOTrainer):
     """FlowRL on the cluster of trainer.backend.
 
     >>> FlowRLTrainer(overrides=["data.train_files=train.parquet", "actor_rollout_ref.model.path=my-model"]).fit()
     """
 
-    recipe = RECIPE
+    recipe = Recipe("FlowRL", Path(__file__).with_name("flowrl.yaml"), check=check_settings)
 
     def build_flow(self) -> DataFlow:
         beta = self.config.actor_rollout_ref.actor.policy_loss.loss_kwargs.get("flowrl_beta", 15.0)

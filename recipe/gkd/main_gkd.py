@@ -52,16 +52,15 @@ def without_rewards(flow: DataFlow) -> DataFlow:
     return flow.remove("adv").replace("update_actor", replace(update, reads=reads))
 
 
-RECIPE = Recipe("GKD", Path(__file__).with_name("gkd.yaml"), check=check_settings, scores_training=lambda config: False)
-
-
 class GKDTrainer(PPOTrainer):
     """GKD on the cluster of trainer.backend. The responses of a validation are scored, those of training are not.
 
     >>> GKDTrainer(overrides=["distillation.teacher_models.teacher.model_path=my-teacher", ...]).fit()
     """
 
-    recipe = RECIPE
+    recipe = Recipe(
+        "GKD", Path(__file__).with_name("gkd.yaml"), check=check_settings, scores_training=lambda config: False
+    )
 
     def build_flow(self) -> DataFlow:
         return without_rewards(super().build_flow())

@@ -12,8 +12,6 @@ from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.startup.inputs import stop_token_ids
 
-RECIPE = Recipe("PRIME", Path(__file__).with_name("prime.yaml"), PrimeConfig, check_settings)
-
 
 class PRIMETrainer(PPOTrainer):
     """PRIME on the cluster of trainer.backend: a different flow, and an additional role, the implicit PRM.
@@ -21,7 +19,7 @@ class PRIMETrainer(PPOTrainer):
     >>> PRIMETrainer(overrides=["data.train_files=train.parquet", "actor_rollout_ref.model.path=my-model"]).fit()
     """
 
-    recipe = RECIPE
+    recipe = Recipe("PRIME", Path(__file__).with_name("prime.yaml"), PrimeConfig, check_settings)
     saved_roles = ("actor", "critic", "prm")
 
     def build_flow(self) -> DataFlow:

@@ -12,8 +12,6 @@ from verl.trainer.main_ppo import main
 from verl.trainer.ppo.flow import needs_critic
 from verl.trainer.ppo_trainer import PPOTrainer
 
-RECIPE = Recipe("Safe RLHF", Path(__file__).with_name("safe_rlhf.yaml"), SafeRLHFConfig, check_settings)
-
 
 class SafeRLHFTrainer(PPOTrainer):
     """Safe RLHF on the cluster of trainer.backend: up to two more roles, the cost model and the critic of the costs.
@@ -21,7 +19,7 @@ class SafeRLHFTrainer(PPOTrainer):
     >>> SafeRLHFTrainer(overrides=["data.train_files=train.parquet", "actor_rollout_ref.model.path=my-model"]).fit()
     """
 
-    recipe = RECIPE
+    recipe = Recipe("Safe RLHF", Path(__file__).with_name("safe_rlhf.yaml"), SafeRLHFConfig, check_settings)
     saved_roles = ("actor", "critic", "cost_critic")
 
     def build_flow(self) -> DataFlow:

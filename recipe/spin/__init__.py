@@ -2,6 +2,6 @@
 
 from verl.utils.lazy import lazy_names
 
-_HOME = {"verl.recipe.spin.main_spin": "RECIPE SPINTrainer"}
+_HOME = {"verl.recipe.spin.main_spin": "SPINTrainer"}
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -4,23 +4,20 @@ import sys
 from pathlib import Path
 
 from verl.dataflow import DataFlow
-from verl.recipe.dpo.flow import online_dpo
-from verl.recipe.dpo.online import DPOTrainer
-from verl.recipe.spin.config import SPINConfig, check_settings
-from verl.recipe.spin.flow import SPINActorWorker, SPINRefWorker, check_responses, loss_of, spin_flow
+from verl.recipe.dpo.online import DPOTrainer, online_dpo
+from verl.recipe.spin.flow import (
+    SPINActorWorker,
+    SPINConfig,
+    SPINRefWorker,
+    check_responses,
+    check_settings,
+    loss_of,
+    spin_flow,
+)
 from verl.single_controller import WorkerSpec
 from verl.trainer.checks.preflight import Recipe
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
-
-RECIPE = Recipe(
-    "SPIN",
-    Path(__file__).with_name("spin.yaml"),
-    SPINConfig,
-    check_settings,
-    check_responses,
-    scores_training=lambda config: config.spin.preferred == "reward",
-)
 
 
 class SPINTrainer(DPOTrainer):
@@ -29,7 +26,14 @@ class SPINTrainer(DPOTrainer):
     >>> SPINTrainer(overrides=["data.train_files=train.parquet", "actor_rollout_ref.model.path=my-model"]).fit()
     """
 
-    recipe = RECIPE
+    recipe = Recipe(
+        "SPIN",
+        Path(__file__).with_name("spin.yaml"),
+        SPINConfig,
+        check_settings,
+        check_responses,
+        scores_training=lambda config: config.spin.preferred == "reward",
+    )
     saved_roles = ("actor", "critic", "ref")
 
     def build_flow(self) -> DataFlow:

@@ -26,39 +26,66 @@ def theirs(token_level_rewards, response_mask, index, epsilon=1e-6, config=None,
     return locals()
 
 
-def test_columns_settings_defaults():
-    assert bind_arguments(ours, COLUMNS, SETTINGS) == {
-        "token_level_rewards": "r",
-        "response_mask": "m",
-        "uid": "u",
-        "gamma": 0.9,  # lam is null: the published default stays
-    }
+class Estimator:
+    """An object with a call and a method."""
+
+    def __call__(self, uid, *, gamma=1.0):
+        pass
+
+    def method(self, uid):
+        pass
 
 
-def test_an_int_for_a_float_becomes_a_float():
-    """`algorithm.adv_kwargs.my_temp=3` times an integer mask is a tensor of floats, as with the default 2.0."""
-
-    def f(x, *, my_temp=2.0, annotated: float, number=2, flag=True):
-        return locals()
-
-    found = bind_arguments(f, {"x": 0}, {"my_temp": 3, "annotated": 4, "number": 3, "flag": False})
-    assert found == {"x": 0, "my_temp": 3.0, "annotated": 4.0, "number": 3, "flag": False}
-    types = [type(found[name]) for name in ("my_temp", "annotated", "number", "flag")]
-    assert types == [float, float, int, bool]
+def numbers(x, *, my_temp=2.0, annotated: float, number=2, flag=True):
+    pass
 
 
-def test_an_optional_column_is_passed_when_it_is_there():
-    assert bind_arguments(ours, {**COLUMNS, "rollout_is_weights": "w"}, {})["rollout_is_weights"] == "w"
+def needs(*, beta):
+    pass
 
 
-def test_a_column_that_is_none_is_not_there():
-    assert "rollout_is_weights" not in bind_arguments(ours, {**COLUMNS, "rollout_is_weights": None}, {})
-    with pytest.raises(ValueError, match="requires 'uid', but there is no column or setting"):
-        bind_arguments(ours, {**COLUMNS, "uid": None}, {})
+def hidden(uid, /):
+    pass
 
 
-def test_a_column_goes_before_a_setting():
-    assert bind_arguments(ours, {**COLUMNS, "gamma": "column"}, SETTINGS)["gamma"] == "column"
+USED = {"token_level_rewards": "r", "response_mask": "m", "uid": "u"}
+GIVEN = {"my_temp": 3, "annotated": 4, "number": 3, "flag": False}
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "settings", "found"),
+    [
+        (ours, COLUMNS, SETTINGS, USED | {"gamma": 0.9}),  # lam is null: the published default stays
+        (ours, COLUMNS | {"rollout_is_weights": "w"}, {}, USED | {"rollout_is_weights": "w"}),
+        (ours, COLUMNS | {"rollout_is_weights": None}, {}, USED),
+        (ours, COLUMNS | {"gamma": "column"}, SETTINGS, USED | {"gamma": "column"}),
+        # `algorithm.adv_kwargs.my_temp=3` times an integer mask is a tensor of floats, as with the default 2.0
+        (numbers, {"x": 0}, GIVEN, {"x": 0, "my_temp": 3.0, "annotated": 4.0, "number": 3, "flag": False}),
+        (Estimator(), COLUMNS, SETTINGS, {"uid": "u", "gamma": 0.9}),
+        (Estimator().method, COLUMNS, SETTINGS, {"uid": "u"}),
+    ],
+)
+def test_arguments_are_columns_then_settings_then_defaults(function, columns, settings, found):
+    bound = bind_arguments(function, columns, settings)
+    assert bound == found and [*map(type, bound.values())] == [type(found[name]) for name in bound]
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "settings", "message"),
+    [
+        (ours, COLUMNS | {"uid": None}, {}, "requires 'uid', but there is no column or setting"),
+        (ours, {"response_mask": "m"}, SETTINGS,
+         "ours requires 'token_level_rewards', but there is no column or setting of that name.*"
+         "columns: response_mask; settings: gamma, lam, nested, norm_adv_by_std_in_grpo"),
+        (Estimator(), {}, SETTINGS, "Estimator requires 'uid'"),
+        (needs, {}, {}, "'beta', but there is no setting of that name"),
+        (needs, {}, {"beta": None}, "'beta', but the setting is null"),
+        (hidden, COLUMNS, {}, r"positional-only parameters .'uid'.: .* remove the '/'"),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_missing_are_named(function, columns, settings, message):
+    with pytest.raises(ValueError, match=message):
+        bind_arguments(function, columns, settings)
 
 
 def test_functions_written_for_index_and_config():
@@ -130,46 +157,6 @@ def test_all_columns_at_once_are_read_only():
     assert dict(bound) == COLUMNS
     with pytest.raises(TypeError):
         bound["uid"] = "other"
-
-
-def test_an_object_with_call_and_a_method():
-    class Estimator:
-        def __call__(self, uid, *, gamma=1.0):
-            pass
-
-        def method(self, uid):
-            pass
-
-    assert bind_arguments(Estimator(), COLUMNS, SETTINGS) == {"uid": "u", "gamma": 0.9}
-    assert bind_arguments(Estimator().method, COLUMNS, SETTINGS) == {"uid": "u"}
-    with pytest.raises(ValueError, match=r"Estimator requires 'uid'"):
-        bind_arguments(Estimator(), {}, SETTINGS)
-
-
-def test_a_missing_column_is_named_with_what_there_is():
-    with pytest.raises(ValueError) as error:
-        bind_arguments(ours, {"response_mask": "m"}, SETTINGS)
-    message = str(error.value)
-    assert "ours requires 'token_level_rewards', but there is no column or setting of that name" in message
-    assert "columns: response_mask; settings: gamma, lam, nested, norm_adv_by_std_in_grpo" in message
-
-
-def test_a_missing_setting_is_told_from_one_that_is_null():
-    def needs(*, beta):
-        pass
-
-    with pytest.raises(ValueError, match="'beta', but there is no setting of that name"):
-        bind_arguments(needs, {}, {})
-    with pytest.raises(ValueError, match="'beta', but the setting is null"):
-        bind_arguments(needs, {}, {"beta": None})
-
-
-def test_positional_only_parameters_cannot_be_found_by_name():
-    def hidden(uid, /):
-        pass
-
-    with pytest.raises(ValueError, match=r"positional-only parameters .'uid'.: .* remove the '/'"):
-        bind_arguments(hidden, COLUMNS, {})
 
 
 def test_what_a_function_takes_where_it_is_there():

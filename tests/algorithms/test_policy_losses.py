@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from tests.algorithms.merging import merge_metrics
+from tests.algorithms.merging import assert_micro_batches_add_up, assert_padding_is_never_read, merge_metrics
 from verl.algorithms import (
     LOSS_AGG_MODES,
     POLICY_LOSS_REGISTRY,
@@ -268,14 +268,7 @@ def test_micro_batches_add_up(name, mode, sizes):
     batch["response_mask"][2] = 0  # a rejected response, alone in a micro-batch of one
     weights = {"rollout_is_weights": torch.rand(6, 5, generator=torch.Generator().manual_seed(0)).double()}
     aggregation = LossAggregation.from_mask(mode, batch["response_mask"], scale_factor=7)
-    whole, gradient, metrics = call(name, batch | weights, aggregation)
-    parts = [
-        call(name, {key: column.split(sizes)[i] for key, column in (batch | weights).items()}, aggregation)
-        for i in range(len(sizes))
-    ]
-    torch.testing.assert_close(sum(loss for loss, _, _ in parts), whole, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(torch.cat([g for _, g, _ in parts]), gradient, rtol=1e-12, atol=1e-14)
-    assert merge_metrics([m for _, _, m in parts]) == pytest.approx(merge_metrics([metrics]), rel=1e-12)
+    assert_micro_batches_add_up(lambda columns: call(name, columns, aggregation), batch | weights, sizes)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSS_REGISTRY)
@@ -283,14 +276,7 @@ class TestContract:
     def test_padding_is_never_read(self, name):
         batch = make_batch(7)
         weights = {"rollout_is_weights": torch.where(batch["response_mask"].bool(), 1.0, torch.nan)}
-        loss, gradient, metrics = call(name, batch | weights)
-        assert torch.isfinite(gradient).all()
-        assert (gradient[batch["response_mask"] == 0] == 0).all()
-        filled = {key: column.nan_to_num(-3.0) for key, column in (batch | weights).items()}
-        other, other_gradient, other_metrics = call(name, filled)
-        assert torch.equal(loss, other)
-        assert torch.equal(gradient, other_gradient)
-        assert merge_metrics([metrics]) == merge_metrics([other_metrics])
+        assert_padding_is_never_read(lambda columns: call(name, columns), batch | weights)
 
     def test_on_policy_gradient_is_the_plain_one(self, name):
         if name == "sppo":

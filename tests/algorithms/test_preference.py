@@ -1,4 +1,4 @@
-"""The preference losses by hand in float64, pairs for online DPO, and the loss and rewards of PRIME."""
+"""The preference losses by hand in float64, and the loss and rewards of PRIME."""
 
 import math
 from functools import partial
@@ -12,7 +12,6 @@ from verl.algorithms.preference import (
     PairTerms,
     PreferenceLoss,
     register_preference_loss,
-    select_pairs,
     sequence_log_prob,
 )
 from verl.algorithms.prime import implicit_process_rewards, prime_loss
@@ -155,26 +154,6 @@ def test_sequence_log_prob_reads_no_padding():
     assert found.tolist() == [-3, -3]
     found.sum().backward()
     assert log_probs.grad.tolist() == [[1, 1, 0], [1, 0, 0]]
-
-
-def test_pairs_are_the_best_and_the_worst_of_each_prompt():
-    rewards = torch.tensor([0.2, 1.0, 0.9, 0.0, -1.0, 1.0])
-    found = select_pairs(rewards, ["a", "b", "a", "b", "a", "b"])
-    assert found.chosen.tolist() == [2, 1]  # of b, the first of two equals
-    assert found.rejected.tolist() == [4, 3]
-    assert found.num_ties == 0
-
-
-def test_a_zero_variance_group_gives_no_pair():
-    found = select_pairs(torch.tensor([1, 1, 0, 1, 0]), ["a", "a", "b", "b", "alone"])
-    assert found.chosen.tolist() == [3]
-    assert found.rejected.tolist() == [2]
-    assert found.num_ties == 2
-
-
-def test_nan_rewards_are_an_error():
-    with pytest.raises(ValueError, match=r"found NaN in rows \[1\]"):
-        select_pairs(torch.tensor([0.0, math.nan]), ["a", "a"])
 
 
 def test_prime_process_rewards_and_loss():

@@ -37,8 +37,8 @@ OURS = {
     # null: the published value of the chosen loss
     *(f"{ACTOR}{name}" for name in ("clip_ratio", "clip_ratio_high", "clip_ratio_low", "loss_agg_mode")),
     *(f"{ACTOR}policy_loss.ppo_kl_coef", "critic.loss_agg_mode"),
-    # auto: bf16 on a GPU; no compilation: a short run does not win back its time
-    *(f"{section}{name}" for section in FSDP for name in ("dtype", "model_dtype", "use_torch_compile")),
+    # auto: bf16 on a GPU
+    *(f"{section}{name}" for section in FSDP for name in ("dtype", "model_dtype")),
     *(f"{role}.megatron.dtype" for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")),
     f"{ROLLOUT}dtype",
     # null: 16384 where they fit

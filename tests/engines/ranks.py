@@ -272,3 +272,27 @@ FLOAT64 = {"model_dtype": "fp64", "dtype": "fp64"}
 def engine_alone(path: str, **keys: Any) -> dict[str, Any]:
     """The results of one device. keys: as `make_engine`."""
     return results(make_engine(path, OPTIMIZER, **keys), make_batch(), MicroBatching())
+
+
+#: path, micro-batches, keys of the model, keys of the layout over ranks
+Case = tuple[str, MicroBatching, dict[str, Any], dict[str, Any]]
+
+
+def engines_on_rank(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """For `run_on_ranks`: the results of several sharded engines in float64, one after another."""
+    return [engine_on_rank(path, micro, **keys, **layout, **FLOAT64) for path, micro, keys, layout in cases]
+
+
+def assert_same_on_ranks(world: int, cases: Sequence[Case]) -> None:
+    """The engines of all cases give the numbers of one device on `world` ranks, all in one process group."""
+    for case, found in zip(cases, zip(*run_on_ranks(world, engines_on_rank, cases))):
+        path, _, keys, layout = case
+        shared = layout.get("tensor_parallel_size", 1) * layout.get("ulysses_sequence_parallel_size", 1)
+        # a norm of single heads is that of transformers under tensor parallelism, which computes in float32
+        atol = 1e-3 if "kernels" in keys and "tensor_parallel_size" in layout else 1e-9
+        try:
+            assert {rank["dp_rank"] for rank in found} == set(range(world // shared))
+            assert_same(found, engine_alone(path, **keys, **FLOAT64), atol)
+        except AssertionError as error:
+            error.add_note(f"case: {case}")
+            raise

@@ -19,7 +19,7 @@ from tests.engines.ranks import (
     train,
 )
 from verl.engines.base import MicroBatching
-from verl.engines.checkpoint import CheckpointWriter, ShardWriter
+from verl.engines.checkpoint import ShardWriter
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
@@ -74,15 +74,6 @@ def test_the_error_of_a_write_surfaces_once_where_it_is_waited_for(tmp_path):
     assert engine.is_saved()
 
 
-def test_what_is_no_shard_is_written_in_the_background_too(tmp_path):
-    writer, done, gate = CheckpointWriter(), [], threading.Event()
-    writer.start(tmp_path, {}, lambda: (gate.wait(), done.append(1)), background=True)
-    assert not writer.is_done() and not done
-    threading.Timer(0.05, gate.set).start()
-    writer.finish()
-    assert done == [1] and writer.is_done() and not list(tmp_path.iterdir())
-
-
 def one_rank_is_slow(path: str, out: Path) -> None:
     engine, gate, write = make_engine(path, OPTIMIZER, sharded=True), threading.Event(), ShardWriter.write
     if not engine.sharding.is_first_rank:
@@ -115,13 +106,6 @@ def one_rank_cannot_write(path: str, out: Path) -> list[str]:
     return found
 
 
-def test_every_rank_hears_of_the_one_that_cannot_write(tmp_path):
-    (tmp_path / "out" / "shards" / "__1_0.distcp").mkdir(parents=True)
-    ranks = run_on_ranks(2, one_rank_cannot_write, save_model(qwen2(), tmp_path / "model"), tmp_path / "out")
-    assert ranks[0] == ranks[1] and len(ranks[0]) == 2
-    assert all('out/shards could not be written: {1: "IsADirectoryError' in text for text in ranks[0])
-
-
 def save_while_training(path: str, out: Path) -> None:
     engine = make_engine(path, OPTIMIZER, sharded=True)
     batch = share_of(engine, make_batch())
@@ -140,8 +124,15 @@ def save_while_training(path: str, out: Path) -> None:
         assert all(torch.equal(value, weights["now"][name]) for name, value in weights[folder].items())
 
 
-def test_ranks_write_in_the_background_while_they_train(tmp_path):
-    path = save_model(qwen2(), tmp_path / "model")
-    run_on_ranks(2, save_while_training, path, tmp_path)
+def saves_on_rank(path: str, out: Path) -> list[str]:
+    save_while_training(path, out)
+    return one_rank_cannot_write(path, out / "bad")
+
+
+def test_ranks_write_while_they_train_and_all_hear_of_the_one_that_cannot_write(tmp_path):
+    (tmp_path / "bad" / "shards" / "__1_0.distcp").mkdir(parents=True)
+    ranks = run_on_ranks(2, saves_on_rank, save_model(qwen2(), tmp_path / "model"), tmp_path)
     found = [tensors_of(tmp_path / folder) for folder in ("now", "first", "second")]
     assert found[0] and found[0] == found[1] == found[2]
+    assert ranks[0] == ranks[1] and len(ranks[0]) == 2
+    assert all('bad/shards could not be written: {1: "IsADirectoryError' in text for text in ranks[0])

@@ -53,11 +53,3 @@ def test_it_equals_the_built_in_engine(processes, built_in, tiny, tmp_path):
     assert len(found) == 2
     for step, expected in zip(found, built_in, strict=True):
         assert step == pytest.approx(expected, rel=1e-3, abs=1e-6)
-
-
-def test_it_resumes_from_its_own_checkpoint(tiny, tmp_path):
-    whole = run(tiny, tmp_path / "whole", CUSTOM)
-    saved = [*CUSTOM, "trainer.save_freq=1"]
-    run(tiny, tmp_path / "run", [*saved, "trainer.total_training_steps=1"])
-    resumed = run(tiny, tmp_path / "run", saved)
-    assert resumed == whole[1:]

@@ -18,7 +18,7 @@ from tests.engines.ranks import (
 )
 from verl.config.schema import OptimConfig
 from verl.engines.base import MicroBatching
-from verl.engines.stochastic_rounding import round_stochastically
+from verl.engines.optimizer import round_stochastically
 from verl.engines.torch_engine import TorchEngine
 
 FAMILIES = {

@@ -33,11 +33,11 @@ from tests.engines.ranks import (
 from verl.engines.base import MicroBatching
 from verl.engines.parallel import planned_layers
 from verl.model_merger.merge import MergeOptions, merge
-from verl.modeling.sequence_parallel import SequenceRanks, check_heads
+from verl.modeling.sequence_parallel import check_heads
 
 CONTENTS = ("model", "optimizer", "extra")
 TP, SP = {"tensor_parallel_size": 2}, {"ulysses_sequence_parallel_size": 2}
-EP = {"expert_parallel_size": 2}
+EP, FUSED = {"expert_parallel_size": 2}, {"kernels": "fused"}
 NINE = MicroBatching(tokens=9)
 MODELS: dict[str, PretrainedConfig] = ranks.MIXTURES | {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False, attention_bias=True),
@@ -50,47 +50,60 @@ MODELS: dict[str, PretrainedConfig] = ranks.MIXTURES | {
 }
 MODELS["3 of 6 heads"].hidden_size = 48
 
-#: model, kind, ranks, micro-batches, keys
-FAST = [
-    ("qwen2", "causal_lm", 2, UNEVEN, {}),
-    ("qwen2", "causal_lm", 2, UNEVEN, {"reshard_after_forward": False, "offload_policy": True}),
-    ("qwen2", "causal_lm", 2, MicroBatching(tokens=18), {"param_offload": True, "optimizer_offload": True}),
-    ("llama", "causal_lm", 2, UNEVEN, TP),
-    ("qwen2", "value", 2, UNEVEN, TP),
-    ("qwen3", "causal_lm", 2, UNEVEN, TP),
-    ("qwen2", "causal_lm", 2, NINE, SP),
-    ("1 of 4 heads", "value", 2, MicroBatching(rows=3), SP),  # fewer key/value heads than ranks
-    ("3 of 6 heads", "causal_lm", 2, MicroBatching(rows=1), SP),  # key/value heads that the ranks do not divide
-    ("gemma2", "causal_lm", 2, MicroBatching(), SP),
-    ("qwen3_moe", "causal_lm", 2, UNEVEN, EP),
+#: model, micro-batches, keys of the model, keys of the layout
+VALUE = {"kind": "value"}
+ON_2_RANKS = [
+    ("qwen2", UNEVEN, FUSED, {}),
+    ("qwen2", UNEVEN, {}, {"reshard_after_forward": False, "offload_policy": True}),
+    ("qwen2", MicroBatching(tokens=18), {}, {"param_offload": True, "optimizer_offload": True}),
+    ("qwen2", UNEVEN, {"quantization": "fp8"}, {}),  # float64: no difference is large enough to change a code
+    ("llama", UNEVEN, {}, TP),
+    ("qwen2", UNEVEN, VALUE, TP),
+    ("qwen3", UNEVEN, {}, TP),
+    ("qwen3", UNEVEN, FUSED, TP),
+    ("qwen2", NINE, FUSED, SP),
+    ("1 of 4 heads", MicroBatching(rows=3), VALUE, SP),  # fewer key/value heads than ranks
+    ("3 of 6 heads", MicroBatching(rows=1), {}, SP),  # key/value heads that the ranks do not divide
+    ("gemma2", MicroBatching(), {}, SP),
+    ("qwen3_moe", UNEVEN, FUSED, EP),
+    ("qwen3_moe", UNEVEN, {"lora_rank": 3, "lora_alpha": 6, "target_parameters": ["all-experts"]}, {}),
 ]
-SLOW = [
-    ("qwen2", "causal_lm", 4, UNEVEN, {"fsdp_size": 2, "reshard_after_forward": False}),
-    ("llama", "value", 4, UNEVEN, TP),
-    ("qwen2", "causal_lm", 4, UNEVEN, TP | {"fsdp_size": 1}),
-    ("qwen3", "value", 4, UNEVEN, TP | {"offload_policy": True}),
-    ("qwen3", "causal_lm", 4, UNEVEN, TP | SP),
-    ("qwen2", "causal_lm", 4, NINE, SP | {"fsdp_size": 2}),
-    ("qwen2", "causal_lm", 4, NINE, {"ulysses_sequence_parallel_size": 4}),
-    ("1 of 4 heads", "value", 4, MicroBatching(rows=1), {"ulysses_sequence_parallel_size": 4}),
-    ("mixtral", "causal_lm", 4, UNEVEN, EP),
-    ("qwen3_moe", "causal_lm", 4, UNEVEN, {"expert_parallel_size": 4}),
-    ("qwen3_moe", "causal_lm", 4, UNEVEN, EP | {"fsdp_size": 2}),
-    ("qwen3_moe", "causal_lm", 4, UNEVEN, EP | SP),
-    ("qwen3_moe", "causal_lm", 2, UNEVEN, EP | {"enable_gradient_checkpointing": True}),
+SLOW_ON_2_RANKS = [
+    ("qwen2", UNEVEN, {"quantization": "fp8"}, SP),
+    ("qwen3_moe", UNEVEN, {}, EP | {"enable_gradient_checkpointing": True}),
+    ("qwen3_moe", UNEVEN, FUSED, {}),
+    ("qwen3_moe", UNEVEN, FUSED, SP),
+]
+ON_4_RANKS = [
+    ("qwen2", UNEVEN, {}, {"fsdp_size": 2, "reshard_after_forward": False}),
+    ("llama", UNEVEN, VALUE, TP),
+    ("qwen2", UNEVEN, {}, TP | {"fsdp_size": 1}),
+    ("qwen3", UNEVEN, VALUE, TP | {"offload_policy": True}),
+    ("qwen3", UNEVEN, {}, TP | SP),
+    ("qwen2", NINE, {}, SP | {"fsdp_size": 2}),
+    ("qwen2", NINE, {}, {"ulysses_sequence_parallel_size": 4}),
+    ("1 of 4 heads", MicroBatching(rows=1), VALUE, {"ulysses_sequence_parallel_size": 4}),
+    ("mixtral", UNEVEN, {}, EP),
+    ("qwen3_moe", UNEVEN, {}, {"expert_parallel_size": 4}),
+    ("qwen3_moe", UNEVEN, {}, EP | {"fsdp_size": 2}),
+    ("qwen3_moe", UNEVEN, FUSED, EP | SP),
 ]
 
 
 @pytest.mark.parametrize(
-    ("model", "kind", "world", "micro", "keys"),
-    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ("world", "cases"),
+    [
+        (2, ON_2_RANKS),
+        pytest.param(2, SLOW_ON_2_RANKS, marks=pytest.mark.slow),
+        pytest.param(4, ON_4_RANKS, marks=pytest.mark.slow),
+    ],
 )
-def test_ranks_give_the_numbers_of_one_device(model, kind, world, micro, keys, tmp_path):
-    path = save_model(MODELS[model], tmp_path, kind)
-    found = run_on_ranks(world, ranks.engine_on_rank, path, micro, kind=kind, **keys, **FLOAT64)
-    ranks.assert_same(found, ranks.engine_alone(path, kind=kind, **FLOAT64), atol=1e-9)
-    shared = keys.get("tensor_parallel_size", 1) * keys.get("ulysses_sequence_parallel_size", 1)
-    assert {rank["dp_rank"] for rank in found} == set(range(world // shared))
+def test_ranks_give_the_numbers_of_one_device(world, cases, tmp_path):
+    named = []
+    for model, micro, keys, layout in cases:
+        path = save_model(MODELS[model], tmp_path / str(len(named)), keys.get("kind", "causal_lm"))
+        named.append((path, micro, keys, layout))
+    ranks.assert_same_on_ranks(world, named)
 
 
 @pytest.mark.slow
@@ -137,9 +150,9 @@ TWO, FOUR = (2, TP), (4, TP)
 @pytest.mark.parametrize(
     ("model", "stages"),
     [
-        ("qwen3", [(2, {}), (1, {})]),
         ("qwen3", [TWO, (2, {})]),
         ("qwen3_moe", [(2, EP), (2, EP)]),
+        pytest.param("qwen3", [(2, {}), (1, {})], marks=pytest.mark.slow),
         pytest.param("qwen3", [FOUR, TWO, FOUR], marks=pytest.mark.slow),
         pytest.param("mixtral", [(4, EP), (4, EP | SP), (2, {})], marks=pytest.mark.slow),
         pytest.param(
@@ -275,16 +288,3 @@ def test_a_model_without_a_plan_or_with_another_is_refused_by_name(make, message
 def test_heads_that_the_ranks_cannot_share_are_refused():
     with pytest.raises(ValueError, match="ulysses_sequence_parallel_size 4 does not divide the model's 6 attention"):
         check_heads(6, 4)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 4), (6, 3, 2), (12, 6, 4), (4, 4, 2), (18, 3, 2)])
-def test_repeated_heads_are_those_that_each_query_head_read(heads, kv_heads, size):
-    """Rank r has query heads r*H/size ...; the heads that it then pairs with are the ones of the whole model."""
-    key = torch.arange(kv_heads, dtype=torch.float32).view(1, kv_heads, 1, 1)
-    repeated = SequenceRanks(None, 0, size).repeat_heads(key, heads).flatten().tolist()
-    assert len(repeated) % size == 0 and heads % len(repeated) == 0
-    for rank in range(size):
-        own = repeated[rank * len(repeated) // size : (rank + 1) * len(repeated) // size]
-        for i in range(heads // size):
-            whole = rank * heads // size + i
-            assert own[i // (heads // size // len(own))] == whole // (heads // kv_heads)

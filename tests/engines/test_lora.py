@@ -22,8 +22,6 @@ from tests.engines.ranks import (
     SIZES,
     UNEVEN,
     assert_same,
-    engine_alone,
-    engine_on_rank,
     make_batch,
     make_engine,
     make_spec,
@@ -34,9 +32,9 @@ from tests.engines.ranks import (
     share_of,
     train,
 )
-from verl.config.schema import ModelConfig, OptimConfig
+from verl.config.schema import EngineConfig, ModelConfig, OptimConfig
 from verl.engines.base import MicroBatching
-from verl.engines.loading import check_model, load_module, resolve_model
+from verl.engines.loading import check_layers, check_model, load_module, resolve_model
 from verl.engines.torch_engine import TorchEngine
 from verl.model_merger.merge import MergeOptions, merge
 
@@ -90,28 +88,6 @@ def test_new_adapters_change_nothing_and_training_changes_the_merged_weights(pat
     assert changed == {name for name in base if name.split(".")[-2] in projections and name.endswith("weight")}
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
     assert_close(dict(exported.named_parameters()), merged, atol=0)
-
-
-def test_log_probs_and_gradients_are_those_of_peft(path, tmp_path):
-    """The saved folder, read by peft on a model of its own, gives what the engine gives."""
-    from peft import PeftModel
-
-    engine = make_engine(path, OPTIMIZER, **LORA)
-    train(engine, make_batch(), MicroBatching())
-    engine.save(tmp_path, ("model",))
-    config = json.loads((tmp_path / "lora_adapter" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 6, path)
-    assert not (tmp_path / "shards").exists() and not list((tmp_path / "huggingface").glob("*.safetensors"))
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), tmp_path / "lora_adapter")
-    batch = make_batch()
-    found = engine.infer(batch, ("log_probs",), MicroBatching())["log_probs"]
-    width = batch.batch["responses"].shape[1]
-    for row in range(len(batch)):
-        kept = batch.batch["attention_mask"][row].bool()
-        ids, answer = batch.batch["input_ids"][row][kept], int(kept[-width:].sum())
-        logits = theirs(ids[None]).logits[0, -answer - 1 : -1].detach()
-        expected = logits.log_softmax(-1).gather(1, ids[-answer:, None])[:, 0]
-        assert torch.allclose(found[row, :answer], expected, atol=1e-5)
 
 
 def test_the_reference_is_the_model_that_training_started_from(path, tmp_path):
@@ -232,47 +208,40 @@ def test_adapters_on_16_bit_weights_are_trained_in_32(path):
 # ---- over ranks -------------------------------------------------------------------------------------------------
 
 
-def on_rank(path: str, out: Path, resume: Path | None, **keys) -> dict:
-    engine = make_engine(path, OPTIMIZER, sharded=True, **LORA, **keys)
-    with engine.reference():  # before anything else: what FSDP sets up in the first pass must not depend on it
-        first = engine.infer(share_of(engine, make_batch()), ("log_probs",), UNEVEN)["log_probs"]
-    if resume:
-        engine.load(resume, CONTENTS)
-    found = results(engine, make_batch(), UNEVEN)
-    with engine.reference():
-        assert torch.equal(engine.infer(share_of(engine, make_batch()), ("log_probs",), UNEVEN)["log_probs"], first)
-    engine.save(out, (*CONTENTS, "hf_model"))
+def on_rank(path: str, out: Path, layouts: list[dict]) -> list[dict]:
+    """The results of an engine of each layout, and their checkpoints in folders with its number."""
+    found = []
+    for i, layout in enumerate(layouts):
+        engine = make_engine(path, OPTIMIZER, sharded=True, **LORA, **layout, **FLOAT64)
+        share = share_of(engine, make_batch())
+        with engine.reference():  # before anything else: what FSDP sets up in the first pass must not depend on it
+            first = engine.infer(share, ("log_probs",), UNEVEN)["log_probs"]
+        found.append(results(engine, make_batch(), UNEVEN))
+        with engine.reference():
+            assert torch.equal(engine.infer(share, ("log_probs",), UNEVEN)["log_probs"], first)
+        engine.save(out / str(i), (*CONTENTS, "hf_model"))
     return found
 
 
-@pytest.mark.parametrize(
-    ("world", "sharding"),
-    [
-        (2, {}),
-        (2, {"ulysses_sequence_parallel_size": 2, "reshard_after_forward": False}),
-        pytest.param(4, {"fsdp_size": 2, "ulysses_sequence_parallel_size": 2}, marks=pytest.mark.slow),
-    ],
-)
-def test_ranks_give_the_numbers_of_one_device(world, sharding, path, tmp_path):
-    ranks = run_on_ranks(world, on_rank, path, tmp_path / "ranks", None, **sharding, **FLOAT64)
-    alone = make_engine(path, OPTIMIZER, **LORA, **FLOAT64)
-    assert_same(ranks, results(alone, make_batch(), MicroBatching()), atol=1e-9)
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "ranks" / "huggingface", dtype=torch.float64)
-    assert_close(dict(exported.named_parameters()), ranks[0]["weights"], atol=0)
-    # and one device resumes from the ranks' checkpoint
-    alone.load(tmp_path / "ranks", CONTENTS)
-    assert_close(dict(alone.weights()), ranks[0]["weights"], atol=1e-15)
+SP = {"ulysses_sequence_parallel_size": 2}
+LAYOUTS = [(2, [{}, SP | {"reshard_after_forward": False}]), (4, [SP | {"fsdp_size": 2}])]
+
+
+@pytest.mark.parametrize(("world", "layouts"), [LAYOUTS[0], pytest.param(*LAYOUTS[1], marks=pytest.mark.slow)])
+def test_ranks_give_the_numbers_of_one_device(world, layouts, path, tmp_path):
+    for i, ranks in enumerate(zip(*run_on_ranks(world, on_rank, path, tmp_path, layouts))):
+        alone = make_engine(path, OPTIMIZER, **LORA, **FLOAT64)
+        assert_same(ranks, results(alone, make_batch(), MicroBatching()), atol=1e-9)
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / str(i) / "huggingface", dtype=torch.float64)
+        assert_close(dict(exported.named_parameters()), ranks[0]["weights"], atol=0)
+        # and one device resumes from the ranks' checkpoint
+        alone.load(tmp_path / str(i), CONTENTS)
+        assert_close(dict(alone.weights()), ranks[0]["weights"], atol=1e-15)
 
 
 # ---- mixtures of experts, and layers that an adapter cannot change ---------------------------------------------
 
 MIXTURE = {"lora_rank": 3, "lora_alpha": 6, "target_parameters": ["all-experts"]}
-
-
-def test_ranks_give_the_adapters_of_experts_of_one_device(tmp_path):
-    path = save_model(MIXTURES["qwen3_moe"], tmp_path / "model")
-    ranks = run_on_ranks(2, engine_on_rank, path, UNEVEN, **MIXTURE, **FLOAT64)
-    assert_same(ranks, engine_alone(path, **MIXTURE, **FLOAT64), atol=1e-9)
 
 
 def deepseek() -> DeepseekV3Config:
@@ -371,6 +340,6 @@ def test_expert_tensors_that_do_not_exist_are_refused(config, names, message, tm
 
 
 def test_experts_with_adapters_are_not_distributed(tmp_path):
-    path = save_model(MIXTURES["qwen3_moe"], tmp_path)
-    with pytest.raises(AssertionError, match="expert_parallel_size=2: experts with LoRA adapters are not distributed"):
-        run_on_ranks(2, engine_on_rank, path, UNEVEN, expert_parallel_size=2, **MIXTURE)
+    model = ModelConfig(path=save_model(MIXTURES["qwen3_moe"], tmp_path), **MIXTURE)
+    with pytest.raises(ValueError, match="expert_parallel_size=2: experts with LoRA adapters are not distributed"):
+        check_layers(model, "causal_lm", EngineConfig(expert_parallel_size=2), deterministic=False, replays=False)

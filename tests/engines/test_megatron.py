@@ -51,8 +51,7 @@ def computed_tokens(engine):
 @pytest.mark.parametrize("name", ["mistral", "qwen3_moe"])
 def test_a_prompt_is_computed_once_for_its_responses(name, tmp_path):
     path, batch = save_model(MODELS[name], tmp_path), make_batch(samples=4)
-    engines = megatron_engine(path), make_engine(path, OPTIMIZER)
-    engines[1]._shares_prefix = lambda lengths: False
+    engines = megatron_engine(path), make_engine(path, OPTIMIZER, use_remove_padding=False)
     tokens = computed_tokens(engines[0])
     for _ in range(5):
         found, expected = (train(each, batch, MicroBatching(tokens=60), steps=1) for each in engines)

@@ -10,7 +10,6 @@ from tests.engines.ranks import (
     make_batch,
     make_engine,
     qwen2,
-    results,
     run_on_ranks,
     save_model,
     share_of,
@@ -25,23 +24,38 @@ CONTENTS = ("model", "optimizer", "extra")
 OPTIMIZER_8BIT = OptimConfig(optimizer="AdamW8bit", lr=1e-2)
 
 
-def steps(schedule: OptimConfig, count: int, total: int) -> list[float]:
-    factor = lr_multiplier(schedule, total)
-    return [factor(step) for step in range(count)]
+COSINE, LINEAR = ({"lr_scheduler_type": name} for name in ("cosine", "linear"))
+WSD = {"lr_scheduler_type": "wsd", "lr_decay_steps_ratio": 0.4}
 
 
-def test_the_schedules_by_hand():
-    linear = OptimConfig(lr_scheduler_type="linear", lr_warmup_steps=1, min_lr_ratio=0.2)
-    # 1/2, then from 1 to 0.2 in four steps
-    assert steps(linear, 7, 5) == pytest.approx([0.5, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
-    wsd = OptimConfig(lr_scheduler_type="wsd", lr_warmup_steps=2, lr_decay_steps_ratio=0.4)
-    # 1/3, 2/3, then 1 until step 6, and from 1 to 0 in 0.4 x 10 steps
-    expected = [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]
-    assert steps(wsd, 11, 10) == pytest.approx(expected)
-    with pytest.raises(ValueError, match=r"linear schedule needs more total steps \(3\) than warm-up steps \(3\)"):
-        lr_multiplier(OptimConfig(lr_scheduler_type="linear", lr_warmup_steps=3), 3)
-    with pytest.raises(ValueError, match=r"wsd schedule .* warm-up steps \(7\) and steps of decay \(4\)"):
-        lr_multiplier(OptimConfig(lr_scheduler_type="wsd", lr_warmup_steps=7, lr_decay_steps_ratio=0.4), 10)
+@pytest.mark.parametrize(
+    ("keys", "total", "factors"),
+    [
+        ({"lr_warmup_steps": 3}, 0, [0.25, 0.5, 0.75, 1, 1]),
+        ({"lr_warmup_steps_ratio": 0.25, "total_training_steps": 12}, 99, [0.25, 0.5, 0.75, 1]),
+        (COSINE | {"min_lr_ratio": 0.1}, 4, [1, 0.868198, 0.55, 0.231802, 0.1, 0.1]),
+        # 1/2, then from 1 to 0.2 in four steps
+        (LINEAR | {"lr_warmup_steps": 1, "min_lr_ratio": 0.2}, 5, [0.5, 1, 0.8, 0.6, 0.4, 0.2, 0.2]),
+        # 1/3, 2/3, then 1 until step 6, and from 1 to 0 in 0.4 x 10 steps
+        (WSD | {"lr_warmup_steps": 2}, 10, [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]),
+    ],
+)
+def test_the_schedules_by_hand(keys, total, factors):
+    schedule = lr_multiplier(OptimConfig(**keys), total)
+    assert [schedule(step) for step in range(len(factors))] == pytest.approx(factors, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "total", "message"),
+    [
+        (COSINE | {"lr_warmup_steps": 5, "total_training_steps": 5}, 0, "cosine schedule needs more total steps"),
+        (LINEAR | {"lr_warmup_steps": 3}, 3, r"linear schedule needs more total steps \(3\) than warm-up steps \(3\)"),
+        (WSD | {"lr_warmup_steps": 7}, 10, r"wsd schedule .* warm-up steps \(7\) and steps of decay \(4\)"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_into_the_run_is_refused(keys, total, message):
+    with pytest.raises(ValueError, match=message):
+        lr_multiplier(OptimConfig(**keys), total)
 
 
 def test_the_first_step_of_a_row_by_hand():
@@ -117,12 +131,6 @@ def test_a_resumed_run_is_the_same(tmp_path):
         train(each, batch, MicroBatching())
     for (name, value), (_, resumed) in zip(engine.weights(), other.weights(), strict=True):
         assert torch.equal(value, resumed), name
-
-
-def on_rank(path, folder) -> dict:
-    engine = make_engine(path, OPTIMIZER_8BIT, sharded=True)
-    engine.load(folder, CONTENTS)
-    return {"codes": engine.non_finite_state(), **results(engine, share_of(engine, make_batch()), UNEVEN)}
 
 
 def test_two_ranks_resume_the_checkpoint_of_one(tmp_path):

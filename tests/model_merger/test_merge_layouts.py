@@ -62,17 +62,19 @@ def test_another_dtype_is_the_rounded_model_and_config_says_so(dtype, made, tmp_
     assert compare(made / "ours" / "actor", tmp_path / "merged") == []
 
 
-def test_files_of_the_user_stay_in_a_target_that_is_overwritten(made, tmp_path):
-    target = tmp_path / "merged"
-    target.mkdir()
-    (target / "NOTES.md").write_text("mine")
-    (target / "model-00001-of-00002.safetensors").write_text("old")
+def test_only_weights_are_replaced_in_a_target_that_is_overwritten(made, tmp_path):
+    target, kept = tmp_path / "merged", ("NOTES.md", "original/params.json")
+    old = ("pytorch_model.bin", "model-00001-of-00002.safetensors", "model.safetensors.index.json")
+    (target / "original").mkdir(parents=True)
+    for name in (*kept, *old):
+        (target / name).write_text("mine")
     with pytest.raises(
-        ValueError, match=r"is not empty: choose another folder, or replace its weights with --overwrite"
+        ValueError, match="is not empty: choose another folder, or replace its weights with --overwrite"
     ):
         merge(MergeOptions(made / "ours" / "actor", target))
     merge(MergeOptions(made / "ours" / "actor", target, overwrite=True))
-    assert (target / "NOTES.md").read_text() == "mine"
+    assert all((target / name).read_text() == "mine" for name in kept)
+    assert not any((target / name).exists() for name in old)
     assert_same(tensors(target), tensors(made / "trained"))
 
 

@@ -29,18 +29,6 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_only_weights_of_before_are_replaced(tmp_path):
-    target = tmp_path / "model"
-    (target / "original").mkdir(parents=True)
-    for name in ("pytorch_model.bin", "model-00001-of-00002.safetensors", "model.safetensors.index.json"):
-        (target / name).write_text("old")
-    (target / "original" / "params.json").write_text("kept")
-    with staged(target) as folder:
-        (folder / "model.safetensors").write_text("new")
-    files = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()}
-    assert files == {"model.safetensors", "original/params.json"}
-
-
 def test_the_config_is_changed_only_where_it_must_be(tmp_path):
     """Keys that this release of transformers would rename or drop stay: another release reads them."""
     (tmp_path / "out").mkdir()

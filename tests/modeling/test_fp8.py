@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import GPT2Config
 
-from tests.engines import ranks
 from tests.engines.ranks import MIXTURES, OPTIMIZER, make_batch, make_engine, make_spec, qwen2, save_model, train
 from verl.config import load_config
 from verl.config.errors import ConfigError
@@ -186,18 +185,6 @@ def test_an_input_without_rows_is_an_empty_output():
     layer = nn.Linear(8, 4)
     layer.__class__ = Fp8Linear
     assert layer(torch.zeros(0, 8)).shape == F.linear(torch.zeros(0, 8), layer.weight).shape
-
-
-SP = {"ulysses_sequence_parallel_size": 2}
-
-
-@pytest.mark.parametrize("keys", [{}, pytest.param(SP, marks=pytest.mark.slow)])
-def test_ranks_give_the_numbers_of_one_device(path, keys):
-    """In float64, where no difference between the layouts is large enough to change a code."""
-    shards = ranks.run_on_ranks(
-        2, ranks.engine_on_rank, path, ranks.UNEVEN, quantization="fp8", **keys, **ranks.FLOAT64
-    )
-    ranks.assert_same(shards, ranks.engine_alone(path, quantization="fp8", **ranks.FLOAT64), atol=1e-9)
 
 
 # ---- generation ------------------------------------------------------------------------------------------------------

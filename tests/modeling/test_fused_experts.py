@@ -12,12 +12,8 @@ from tests.engines.ranks import (
     OPTIMIZER,
     SIZES,
     UNEVEN,
-    assert_same,
-    engine_alone,
-    engine_on_rank,
     make_batch,
     make_engine,
-    run_on_ranks,
     save_model,
     train,
 )
@@ -171,22 +167,6 @@ def test_no_layer_returns_a_view(kind, tmp_path):
         layer.register_forward_hook(lambda layer, given, outputs: found.extend(y._is_view() for y in outputs))
     engine.infer(make_batch(), ("log_probs",), UNEVEN)
     assert found and not any(found)
-
-
-SHARDINGS = [
-    *(("qwen3", sharding) for sharding in ({}, {"tensor_parallel_size": 2}, {"ulysses_sequence_parallel_size": 2})),
-    *(
-        pytest.param("qwen3_moe", sharding, marks=pytest.mark.slow)
-        for sharding in ({}, {"expert_parallel_size": 2}, {"ulysses_sequence_parallel_size": 2})
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "sharding"), SHARDINGS)
-def test_fused_layers_over_ranks(name, sharding, tmp_path):
-    path = save_model(CONFIGS[name], tmp_path)
-    ranks = run_on_ranks(2, engine_on_rank, path, UNEVEN, kernels="fused", **sharding)
-    assert_same(ranks, engine_alone(path), atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,14 +1,12 @@
 """Which kernels compute the layers, as settings and device say; and rows that go one by one through attention."""
 
 import importlib.util
-import logging
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from verl.config import ConfigError, load_config
-from verl.config.schema.model import EngineConfig, ModelConfig
+from verl.config.schema.model import ModelConfig
 from verl.engines.loading import choose_kernels
 from verl.modeling import attention
 from verl.modeling.layers import use_kernels
@@ -20,27 +18,16 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 NARROW = torch.bfloat16
 
 
-def test_kernels_by_device_and_settings(caplog):
-    model, engine, compiled = ModelConfig(), EngineConfig(), EngineConfig(use_torch_compile=True)
-    assert choose_kernels(model, engine, CPU, torch.float32) == "fused"
-    assert choose_kernels(model, engine, CPU, NARROW) == "plain"
-    assert choose_kernels(model, engine, GPU, NARROW) == "fused"
-    assert choose_kernels(model, engine, GPU, torch.float64) == "plain"
-    assert choose_kernels(model, compiled, GPU, NARROW) == "compiled"
+def test_kernels_by_device_and_settings():
+    model, liger = ModelConfig(), ModelConfig(use_liger=True)
+    assert choose_kernels(model, CPU, torch.float32) == "fused"
+    assert choose_kernels(model, CPU, NARROW) == "plain"
+    assert choose_kernels(model, GPU, NARROW) == "fused"
+    assert choose_kernels(model, GPU, torch.float64) == "plain"
     if importlib.util.find_spec("liger_kernel") is not None:
-        assert choose_kernels(ModelConfig(use_liger=True), engine, GPU, NARROW) == "liger"
-    with caplog.at_level(logging.INFO, "verl.engines"):
-        assert choose_kernels(model, compiled, CPU, torch.float32) == "fused"
-    assert "use_torch_compile has no effect on a cpu" in caplog.text
+        assert choose_kernels(liger, GPU, NARROW) == "liger"
     with pytest.raises(ValueError, match=r"model\.use_liger.*need a GPU"):
-        choose_kernels(ModelConfig(use_liger=True), engine, CPU, torch.float32)
-
-
-def test_liger_and_compilation_are_not_for_the_same_layers():
-    liger = "actor_rollout_ref.model.use_liger=true"
-    load_config(overrides=[liger])
-    with pytest.raises(ConfigError, match=r"use_torch_compile.*model.use_"):
-        load_config(overrides=[liger, "actor_rollout_ref.actor.use_torch_compile=true"])
+        choose_kernels(liger, CPU, torch.float32)
 
 
 @pytest.mark.parametrize("kind", (*LLAMA_LIKE, *MIXTURES))

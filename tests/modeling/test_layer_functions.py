@@ -181,8 +181,6 @@ def update(folder, kernels: str, checkpointing: bool, padding: bool) -> tuple[to
     options = {"enable_gradient_checkpointing": checkpointing, "use_remove_padding": not padding, "dtype": "fp32"}
     options |= {"device": "cuda" if GPU else "cpu", "random_init": True}
     engine = make_engine(folder, OptimConfig(lr=0.0), kernels=kernels, **options)
-    if GPU and kernels != "plain":  # share prefixes on any device
-        engine._shares_prefix = lambda lengths: not padding
     log_probs = engine.infer(batch, ("log_probs",), MicroBatching(rows=6))["log_probs"]
     gradients: dict[str, torch.Tensor] = {}
     engine.optimizer.register_step_pre_hook(

@@ -1,21 +1,16 @@
-"""Rows with the same prompt compute its tokens once, with the outputs and the gradient of separate rows."""
+"""Rows with the same prompt compute its tokens once; tests/models compares outputs and gradients with rows alone."""
 
 import random
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.engines.ranks import FLOAT64, SETTINGS, make_engine
-from verl.config.schema import OptimConfig
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
 from verl.engines.micro_batch import plan_micro_batches
 from verl.modeling.packing import build_input
 from verl.modeling.shared_prefix import MOST_KEYS, first_with_prompt, plan_shared_prefixes, shared_prefix_layout
 from verl.protocol import DataProto
-from verl.workers.engine_worker import aggregation
-from verl.workers.policy import policy_objective
 
 VOCABULARY = 32
 
@@ -86,34 +81,3 @@ def test_rows_with_different_prompts_are_split_as_without_sharing():
     alone, shared = (build_input(columns, True, share) for share in (False, True))
     assert shared.packing.keys is None
     assert torch.equal(alone.states, shared.states) and torch.equal(alone.input_ids, shared.input_ids)
-
-
-@pytest.mark.parametrize(
-    ("kind", "extra"),
-    [
-        ("llama", {}),
-        ("mistral", {"sliding_window": 4}),
-        ("gemma2", {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 5.0}),
-    ],
-)
-@pytest.mark.parametrize("micro", [MicroBatching(tokens=24), MicroBatching(rows=4), MicroBatching()])
-def test_outputs_and_gradient_are_those_of_separate_rows(kind, extra, micro, tmp_path):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = AutoConfig.for_model(kind, **sizes, num_key_value_heads=2, vocab_size=VOCABULARY, **extra)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    data, found = batch(), []
-    for shares in (True, False):
-        made, gradients = make_engine(tmp_path, OptimConfig(), **FLOAT64), {}
-        made._shares_prefix = lambda lengths, shares=shares: shares
-        log_probs = made.infer(data, ("log_probs",), micro)["log_probs"]
-        agg = aggregation("token-mean", data.batch["response_mask"], made, None)
-        made.optimizer.register_step_pre_hook(
-            lambda *_, made=made, into=gradients: into.update({n: p.grad for n, p in made.module.named_parameters()})
-        )
-        made.train_batch(data, policy_objective("vanilla", SETTINGS, agg), micro)
-        found.append((log_probs, gradients))
-    (ours, gradients), (expected, exact) = found
-    assert torch.allclose(ours, expected, atol=1e-6)
-    for name, gradient in exact.items():  # norms and rotary tables of transformers are float32 in any model
-        assert torch.allclose(gradients[name], gradient, rtol=1e-5, atol=1e-7), name

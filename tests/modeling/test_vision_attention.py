@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from tests.vl_models import QWEN, make_config, processor, random_image
-from verl.modeling import vision_attention
+from verl.modeling import attention
 
 SIGN = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -16,11 +16,9 @@ def test_features_and_gradients_equal_the_default(family, monkeypatch):
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(make_config(family)).double()
     calls, found = [], {}
-    plain = vision_attention.scaled_dot_product_attention
-    monkeypatch.setattr(
-        vision_attention, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or plain(*a, **k)
-    )
-    for name in ("eager", vision_attention.NAME):
+    plain = attention.scaled_dot_product_attention
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or plain(*a, **k))
+    for name in ("eager", attention.VISION_NAME):
         model.set_attn_implementation({"vision_config": name})
         model.zero_grad()
         tower = model.model.visual

@@ -11,8 +11,8 @@ from transformers import AutoModelForImageTextToText
 
 from tests.planner.test_planner import H200, TINY, job_of
 from tests.vl_models import MERGE, PATCH, QWEN, make_config, save_vl_model
+from verl.modeling.attention import use_vision_attention
 from verl.modeling.vision import tower_of
-from verl.modeling.vision_attention import use_vision_attention
 from verl.planner.memory import gradients, group_memory, tower_bytes, update_items
 from verl.planner.shapes import VisionShape
 from verl.planner.step_time import TOWER_BYTES

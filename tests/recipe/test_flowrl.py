@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from tests.algorithms.merging import assert_micro_batches_add_up, assert_padding_is_never_read
 from tests.trainer.runs import fit
 from verl.algorithms import LossAggregation
 from verl.recipe.flowrl import FlowRLTrainer
@@ -69,25 +70,15 @@ def test_equals_the_loop(seed):
 
 
 def test_padding_is_never_read():
-    batch = make_batch(3)
-    loss, gradient, _ = call(batch, log_z_of(batch))
-    filled = {name: column.nan_to_num(-3.0) for name, column in batch.items()}
-    other, other_gradient, _ = call(filled, log_z_of(filled))
-    assert torch.equal(loss, other) and torch.equal(gradient, other_gradient)
-    assert (gradient[batch["response_mask"] == 0] == 0).all()
+    assert_padding_is_never_read(lambda columns: call(columns, log_z_of(columns)), make_batch(3))
 
 
 @pytest.mark.parametrize("sizes", [[1] * 6, [2, 1, 3]])
 def test_micro_batches_add_up(sizes):
     batch = make_batch(4)
-    log_z, agg = log_z_of(batch), LossAggregation.from_mask("seq-mean-token-mean", batch["response_mask"])
-    whole, gradient, _ = call(batch, log_z, agg)
-    parts = [
-        call({name: column.split(sizes)[i] for name, column in batch.items()}, log_z.split(sizes)[i], agg)
-        for i in range(len(sizes))
-    ]
-    torch.testing.assert_close(sum(part[0] for part in parts), whole, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(torch.cat([part[1] for part in parts]), gradient, rtol=1e-12, atol=1e-14)
+    agg = LossAggregation.from_mask("seq-mean-token-mean", batch["response_mask"])
+    columns = batch | {"log_z": log_z_of(batch)}
+    assert_micro_batches_add_up(lambda columns: call(columns, columns["log_z"], agg), columns, sizes)
 
 
 def test_the_target_distribution_has_no_loss():

@@ -1,12 +1,11 @@
 """verl/recipe/prime: the filter of prompts by hand, both update orders, a reward model that learns, and resumption."""
 
-import shutil
-
 import pytest
 import torch
 
+from tests.recipe.checks import assert_resumes
 from tests.trainer.conftest import make_tiny, run_settings
-from tests.trainer.runs import fit, metrics_of
+from tests.trainer.runs import fit
 from verl.config import load_config
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
@@ -91,9 +90,8 @@ def test_both_update_orders(order, first, second, settings):
     assert (scores[0] > 0) == (order == "before") and scores[1] > 0
     assert all(len(report.batch) == 8 for report in reports)
     assert all(report.metrics["prm/grad_norm"] > 0 for report in reports)
-    assert reports[0].metrics["prm/loss"] == pytest.approx(
-        0.6931, abs=1e-3
-    )  # ln 2: it cannot tell right from wrong yet
+    # ln 2: it cannot tell right from wrong yet
+    assert reports[0].metrics["prm/loss"] == pytest.approx(0.6931, abs=1e-3)
 
 
 def test_the_reward_model_learns_to_tell_right_from_wrong(tiny):
@@ -114,11 +112,5 @@ def test_the_reward_model_learns_to_tell_right_from_wrong(tiny):
     assert rewards[1::2].min() > 0 > rewards[::2].max()
 
 
-def test_resumed_is_bit_equal_to_uninterrupted(settings, tmp_path):
-    chosen = [*settings, "trainer.save_freq=1"]
-    PRIMETrainer(overrides=[*chosen, "trainer.total_training_steps=3"]).fit()
-    straight = metrics_of(tmp_path / "run")
-    shutil.rmtree(tmp_path / "run")
-    PRIMETrainer(overrides=[*chosen, "trainer.total_training_steps=1"]).fit()
-    PRIMETrainer(overrides=[*chosen, "trainer.total_training_steps=3"]).fit()
-    assert metrics_of(tmp_path / "run") == straight
+def test_resumed_is_bit_equal_to_uninterrupted(settings):
+    assert_resumes(settings, PRIMETrainer, steps=2)

@@ -3,7 +3,12 @@
 import pytest
 
 from verl.config import load_config
-from verl.recipe import dpo, flowrl, gkd, prime, safe_rlhf, spin
+from verl.recipe.dpo import DPOTrainer as dpo
+from verl.recipe.flowrl import FlowRLTrainer as flowrl
+from verl.recipe.gkd import GKDTrainer as gkd
+from verl.recipe.prime import PRIMETrainer as prime
+from verl.recipe.safe_rlhf import SafeRLHFTrainer as safe_rlhf
+from verl.recipe.spin import SPINTrainer as spin
 
 N = "actor_rollout_ref.rollout.n"
 REFUSED = [
@@ -35,9 +40,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("package", "override", "message"), REFUSED)
-def test_settings_that_do_not_fit(package, override, message):
-    recipe = package.RECIPE
+@pytest.mark.parametrize(("trainer", "override", "message"), REFUSED)
+def test_settings_that_do_not_fit(trainer, override, message):
+    recipe = trainer.recipe
     overrides = [f"{N}=2", override]
     with pytest.raises(ValueError, match=message):
         load_config(overrides=overrides, base=recipe.read(), schema=recipe.schema, extra_checks=[recipe.check])

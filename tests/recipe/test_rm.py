@@ -8,8 +8,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
+from tests.recipe.checks import assert_same_on_two_processes
 from tests.trainer.conftest import make_tiny, run_settings
 from tests.trainer.runs import fit, lines
+from verl.cli.programs import merge
 from verl.recipe.rm import RMTrainer
 from verl.recipe.rm.main_rm import main
 
@@ -84,16 +86,6 @@ def test_it_learns_the_preference_and_rewards_it_in_rl(tiny, settings, tmp_path)
     )
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(settings):
-    run = [*settings, "trainer.save_freq=2"]
-    whole = fit([*run, "trainer.total_training_steps=4"], RMTrainer)[1]
-    (folder,) = [setting.partition("=")[2] for setting in settings if "default_local_dir" in setting]
-    halves = [setting.replace(folder, folder + "2") for setting in run]
-    fit([*halves, "trainer.total_training_steps=2"], RMTrainer)
-    rest = fit([*halves, "trainer.total_training_steps=4"], RMTrainer)[1]
-    assert [each.metrics["train/loss"] for each in rest] == [each.metrics["train/loss"] for each in whole[2:]]
-
-
 def test_a_reward_model_is_trained_further(settings):
     trainer, reports = fit([*settings, "trainer.total_training_steps=8", "trainer.save_freq=8"], RMTrainer)
     folder = trainer.checkpoints.latest() / "actor" / "huggingface"
@@ -103,45 +95,31 @@ def test_a_reward_model_is_trained_further(settings):
     assert again[0].metrics["train/loss"] < reports[0].metrics["train/loss"]
 
 
+def merged(folder, tmp_path):
+    """The folder that `verl merge` writes of a checkpoint."""
+    target = tmp_path / "merged"
+    keys = {"--backend": "fsdp", "--local_dir": folder, "--target_dir": target}
+    assert merge([str(word) for pair in keys.items() for word in pair], "verl merge") == 0
+    return target
+
+
 def test_lora_trains_the_head_too(settings, tmp_path):
     pytest.importorskip("peft")
     lora = ["model.lora_rank=4", "model.lora_alpha=8", "trainer.total_training_steps=4", "trainer.save_freq=4"]
     trainer, reports = fit([*settings, *lora], RMTrainer)
     assert reports[3].metrics["train/loss"] < reports[0].metrics["train/loss"]
-    from verl.cli.programs import merge
-
-    folder = trainer.checkpoints.latest() / "actor"
-    assert (
-        merge(["--backend", "fsdp", "--local_dir", str(folder), "--target_dir", str(tmp_path / "merged")], "verl merge")
-        == 0
-    )
-    assert load_file(tmp_path / "merged" / "model.safetensors")["score.weight"].abs().sum() > 0
-    rows = reports[3].batch.tensors
-    values = scores(tmp_path / "merged", rows)
-    assert values.std() > 0
+    folder = merged(trainer.checkpoints.latest() / "actor", tmp_path)
+    assert load_file(folder / "model.safetensors")["score.weight"].abs().sum() > 0
+    assert scores(folder, reports[3].batch.tensors).std() > 0
 
 
 @pytest.mark.slow
 def test_two_processes_give_the_numbers_of_one(settings, tmp_path):
-    results = []
-    for processes in (1, 2):
-        run = [*settings, "optim.lr=1e-4", f"trainer.n_gpus_per_node={processes}", "trainer.save_freq=2"]
-        run += [f"trainer.default_local_dir={tmp_path / str(processes)}"]
-        trainer, reports = fit([*run, "trainer.total_training_steps=2"], RMTrainer)
-        results.append([report.metrics[name] for report in reports for name in ("train/loss", "train/grad_norm")])
-    assert results[0] == pytest.approx(results[1], rel=1e-4)
-    from verl.cli.programs import merge
-
+    run = [*settings, "optim.lr=1e-4", "trainer.save_freq=2"]
+    trainer, reports = assert_same_on_two_processes(run, RMTrainer, "train/loss", "train/grad_norm")
     folder = trainer.checkpoints.latest() / "actor"
-    assert (
-        merge(["--backend", "fsdp", "--local_dir", str(folder), "--target_dir", str(tmp_path / "merged")], "verl merge")
-        == 0
-    )
-    merged, whole = (
-        scores(path, reports[1].batch.tensors)
-        for path in (tmp_path / "merged", tmp_path / "1" / "global_step_2" / "actor" / "huggingface")
-    )
-    torch.testing.assert_close(merged, whole, rtol=1e-2, atol=1e-5)
+    found = [scores(path, reports[1].batch.tensors) for path in (merged(folder, tmp_path), folder / "huggingface")]
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-8)
 
 
 def test_settings_that_cannot_be_used(tiny, settings, capsys):

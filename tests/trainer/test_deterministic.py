@@ -68,7 +68,6 @@ def test_a_mismatch_is_logged(settings, caplog):
         ("actor_rollout_ref.model.use_liger=true", "needs false"),
         ("actor_rollout_ref.model.use_remove_padding=false", "needs true"),
         ("actor_rollout_ref.model.lora_rank=4", "adapters"),
-        (f"{ACTOR}.fsdp_config.use_torch_compile=true", "compiled"),
         (f"{ACTOR}.fsdp_config.tensor_parallel_size=2", "over ranks"),
         (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2", "over ranks"),
         (f"{ACTOR}.fsdp_config.dtype=fp64", "float32"),

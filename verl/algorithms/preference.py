@@ -1,4 +1,4 @@
-"""Preference learning: a table of losses over pairs or labeled responses, pairs for online training, SPPO.
+"""Preference learning: a table of losses over pairs or labeled responses, and SPPO.
 
 A sequence log-prob is the sum over the response (`sequence_log_prob`). A loss sees whole mini-batches as vectors of one
 number per response, and its derivative by those is what the model's backward pass starts from (`PreferenceLoss`). The
@@ -16,15 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from verl.algorithms.advantages import GroupedRewards, register_adv_est
-from verl.algorithms.masked import (
-    Groups,
-    at_least_float32,
-    force_mode,
-    masked_mean,
-    mean_over,
-    mean_parts,
-    zero_padding,
-)
+from verl.algorithms.masked import force_mode, masked_mean, mean_over, mean_parts, zero_padding
 from verl.algorithms.policy_losses import LossAndMetrics, register_policy_loss, weighted_loss
 from verl.registry import Registry, check_type, signature
 
@@ -285,51 +277,6 @@ class PreferenceLoss:
             "rewards/accuracies": mean_parts(better > worse, ones),
             "rewards/margins": mean_parts(better - worse, ones),
         }
-
-
-# ---- pairs for online training --------------------------------------------------------------------------------------
-
-
-class PreferencePairs(NamedTuple):
-    """Indices of the chosen and the rejected response of each pair, and the number of zero-variance groups."""
-
-    chosen: torch.Tensor  # (N,) long
-    rejected: torch.Tensor  # (N,) long
-    num_ties: int
-
-
-def select_pairs(rewards: torch.Tensor, uid: Sequence) -> PreferencePairs:
-    """Online DPO: pair the best and the worst response of each prompt, in order of first appearance.
-
-    A zero-variance group gives no pair and is counted in `num_ties`. Among equal rewards the first response is taken.
-
-    Args:
-        rewards: (B,) reward of each response.
-        uid: (B,) identifies the prompt of each sample.
-
-    Raises:
-        ValueError: if a reward is NaN.
-    """
-    if torch.isnan(rewards).any():
-        raise ValueError(
-            f"rewards: expected finite numbers, found NaN in rows {torch.isnan(rewards).nonzero().flatten().tolist()}"
-        )
-    rewards = at_least_float32(rewards)
-    rows = torch.arange(len(rewards), device=rewards.device)
-    groups = Groups(uid, torch.ones_like(rows, dtype=torch.bool))
-
-    def first(is_extreme: torch.Tensor) -> torch.Tensor:
-        """For each sample, the index of the first extreme one of its group."""
-        return (-groups.max(torch.where(is_extreme, -rows.double(), -torch.inf))).long()
-
-    best, worst = groups.max(rewards), -groups.max(-rewards)
-    leads = rows == first(torch.ones_like(rows, dtype=torch.bool))  # one sample per group
-    differs = leads & (best > worst)
-    return PreferencePairs(
-        chosen=first(rewards == best)[differs],
-        rejected=first(rewards == worst)[differs],
-        num_ties=int(leads.sum() - differs.sum()),
-    )
 
 
 # ---- SPPO ------------------------------------------------------------------------------------------------------------

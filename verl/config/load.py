@@ -254,7 +254,6 @@ CHECKS: dict[type[Schema], tuple[Check, ...]] = {
         run.check_rewards,
         run.check_dataset_class,
         run.check_sampler,
-        run.check_kernels,
         rollout.check_deterministic,
         run.check_adapters,
         run.check_fp8,

@@ -26,7 +26,6 @@ from verl.modeling.moe import install_routing
 from verl.modeling.packing import ModelInput, build_input, padding_reason
 from verl.modeling.sequence_parallel import check_heads
 from verl.modeling.vision import VisionForward
-from verl.modeling.vision_attention import use_vision_attention
 from verl.utils.device import resolve_dtype
 from verl.utils.paths import expanded
 
@@ -89,23 +88,19 @@ def resolve_model(spec: EngineSpec) -> ModelSpec:
         new_head=spec.kind == "reward" and spec.optimizer is not None,
         model_dtype=default if model_dtype == "auto" else resolve_dtype(model_dtype, spec.device),
         compute_dtype=compute_dtype,
-        kernels="batch_invariant"
-        if spec.deterministic
-        else choose_kernels(spec.model, spec.engine, spec.device, compute_dtype),
+        kernels="batch_invariant" if spec.deterministic else choose_kernels(spec.model, spec.device, compute_dtype),
     )
     if not model.casts_at_use or model.kernels == "plain":
         return model
     if model.kernels != "fused":
         raise ValueError(
-            f"dtype={spec.engine.dtype} with model_dtype={model_dtype}: rollout.deterministic, use_torch_compile and "
-            "use_liger do not support weights in fewer bits than the computation: set both to the same dtype"
+            f"dtype={spec.engine.dtype} with model_dtype={model_dtype}: rollout.deterministic and use_liger do "
+            "not support weights in fewer bits than the computation: set both to the same dtype"
         )
     return replace(model, kernels="plain")
 
 
-def choose_kernels(
-    model: schema.ModelConfig, engine: schema.EngineConfig, device: torch.device, dtype: torch.dtype
-) -> Kernels:
+def choose_kernels(model: schema.ModelConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
     """Select the kernels of the layers: the built-in fused kernels, unless configured otherwise.
 
     Raises:
@@ -113,13 +108,9 @@ def choose_kernels(
     """
     check_kernels(model, device)
     if device.type != "cuda":
-        if engine.use_torch_compile:
-            logger.info("use_torch_compile has no effect on a %s: layers are compiled on a GPU only", device.type)
         return "fused" if dtype in (torch.float32, torch.float64) else "plain"  # the CPU kernels have no autocast
     if model.use_liger:
         return "liger"
-    if engine.use_torch_compile:
-        return "compiled"
     return "plain" if dtype == torch.float64 else "fused"  # our kernels compute in float32
 
 
@@ -189,7 +180,7 @@ def _with_attention(module: nn.Module, spec: ModelSpec) -> nn.Module:
             from verl.modeling.batch_invariant.model import NAME as packed  # registers it
         parts = {"": packed, "text_config": packed, "vision_config": "sdpa"}
         module.set_attn_implementation(parts if vision.is_vision_config(module.config) else packed)
-    return use_vision_attention(module)
+    return attention.use_vision_attention(module)
 
 
 def _with_adapters(module: nn.Module, spec: ModelSpec) -> nn.Module:

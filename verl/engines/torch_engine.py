@@ -18,14 +18,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from verl.columns import KEPT_TOKENS
-from verl.engines import checkpoint, memory
+from verl.engines import checkpoint, memory, optimizer
 from verl.engines.base import NUM_CANDIDATES, EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
 from verl.engines.gathering import gather_tensors, local_shard, shard_of
 from verl.engines.loading import ModelSpec, TokenModel, checked, log_padding, resolve_model
 from verl.engines.memory import OnDevice, move_optimizer
 from verl.engines.metrics import MetricSums
 from verl.engines.micro_batch import host_columns, join_rows, plan_micro_batches, take_rows
-from verl.engines.optimizer import check_change, clip_gradients, gradient_norm, lr_multiplier, make_optimizer
 from verl.engines.routing import (
     ROUTED_EXPERTS,
     add_statistics,
@@ -35,7 +34,6 @@ from verl.engines.routing import (
     set_replay,
 )
 from verl.engines.sharding import Sharding, make_sharding
-from verl.engines.stochastic_rounding import step_with_stochastic_rounding
 from verl.engines.token_budget import CACHED_TOKENS, TokenBudget, choose_micro_batching, token_budget
 from verl.modeling.attention import attends_in_one_call, is_packed
 from verl.modeling.casting import cast_at_use
@@ -129,8 +127,8 @@ class TorchEngine(TrainEngine):
         moves = not spec.engine.offload_policy  # FSDP's own policy keeps the shards in host memory all the time
         if spec.optimizer is not None:
             self._unverified = self.adapters is not None
-            self.optimizer = make_optimizer(spec.optimizer, self.module, self.device)
-            factor = lr_multiplier(spec.optimizer, spec.total_training_steps)
+            self.optimizer = optimizer.make_optimizer(spec.optimizer, self.module, self.device)
+            factor = optimizer.lr_multiplier(spec.optimizer, spec.total_training_steps)
             self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
             if moves and spec.engine.optimizer_offload:
                 self._optimizer_used = OnDevice(partial(move_optimizer, self.optimizer), self.device)
@@ -299,20 +297,20 @@ class TorchEngine(TrainEngine):
         """
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         assert parameters, "no parameter got a gradient: the loss does not depend on the model"
-        norm = gradient_norm([p.grad for p in parameters])
+        norm = optimizer.gradient_norm([p.grad for p in parameters])
         if any(self.max_over_ranks([float(~(norm.isfinite() & loss.isfinite()))])):
             logger.warning("the gradient norm is %s, the loss %s: skipping this update", norm.item(), loss.item())
             self.optimizer.zero_grad(set_to_none=True)
             return {"grad_norm": norm.item(), "grad_skipped": 1.0}
-        clip_gradients([p.grad for p in parameters], norm, self.spec.optimizer.clip_grad)
+        optimizer.clip_gradients([p.grad for p in parameters], norm, self.spec.optimizer.clip_grad)
         before = [p.detach().clone() for p in parameters] if self._unverified else []
         if self.spec.engine.stochastic_rounding and self.model_spec.model_dtype == torch.bfloat16:
-            step_with_stochastic_rounding(self.optimizer)
+            optimizer.step_with_stochastic_rounding(self.optimizer)
         else:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if before and norm > 0 and self.schedule.get_last_lr()[0] > 0:
-            check_change(parameters, before)
+            optimizer.check_change(parameters, before)
             self._unverified = False
         return {"grad_norm": norm.item(), "grad_skipped": 0.0}
 

@@ -5,17 +5,24 @@ are merged by public verl.
 """
 
 import json
+import pickle
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import torch.distributed.checkpoint as dcp
 import yaml
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from verl.checkpoints.manifest import MANIFEST
-from verl.checkpoints.safetensors_files import has_weights
+from verl.checkpoints.safetensors_files import SafetensorsFiles, has_weights
+from verl.checkpoints.shard_files import BoxLoadPlanner, Region, ShardReader
 from verl.checkpoints.store import content_faults, size_faults
-from verl.model_merger.lora import Adapters, MergedAdapters, has_adapters, over_base, recorded_base
-from verl.model_merger.sources import DistributedCheckpoint, SafetensorsFolder, WeightSource, local_folder
-from verl.utils.paths import read_json, resolved
+from verl.model_merger.huggingface import WeightSource
+from verl.model_merger.lora import ADAPTER_WEIGHTS, MergedAdapters, recorded_base
+from verl.utils.paths import expanded, read_json, resolved
 
 _EXPECTED = (
     "expected shards/, lora_adapter/, or huggingface/*.safetensors, next to huggingface/ with the config; --local_dir "
@@ -34,7 +41,7 @@ class Checkpoint:
     """
 
     folder: Path
-    source: WeightSource | Adapters
+    source: WeightSource
     format_name: str
 
     @property
@@ -56,6 +63,20 @@ def base_models(folder: Path) -> list[str]:
     return list(dict.fromkeys(name for name in names if name))
 
 
+def local_folder(name: str) -> Path | None:
+    """Return the local folder of a safetensors model: a path, or in the HuggingFace cache. Downloads nothing."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    folder = expanded(name)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(name, local_files_only=True))
+        except (LocalEntryNotFoundError, HFValidationError):  # not in the cache, or not a valid repository id
+            return None
+    return folder if has_weights(folder) else None
+
+
 def find_base(folder: Path, base: str | None) -> tuple[Path | None, str]:
     """Return the folder of the base model, if it is on this machine, and otherwise the reason.
 
@@ -67,8 +88,8 @@ def find_base(folder: Path, base: str | None) -> tuple[Path | None, str]:
     return path, f"{names} is not on this machine" if names else "the checkpoint does not name it"
 
 
-def open_checkpoint(folder: Path, base: str | None = None) -> Checkpoint:
-    """Open a checkpoint and check that it is complete.
+def open_checkpoint(folder: Path, base: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
+    """Open a checkpoint and check that it is complete. Adapters are merged into their base model.
 
     Args:
         folder: `.../global_step_N/actor` or `.../critic`.
@@ -83,50 +104,28 @@ def open_checkpoint(folder: Path, base: str | None = None) -> Checkpoint:
         listed = f". Checkpoints below checkpoints/: {', '.join(saved[-5:])}" if saved else ""
         raise ValueError(f"no folder {folder}: {_EXPECTED}{listed}")
     _verify_manifest(folder)
-    config = folder / "huggingface" / "config.json"
-    source, format_name = _full_weights(folder)
-    adapters = source is None and has_adapters(folder / "lora_adapter")
-    if source is None and not adapters:
+    shards = DistributedCheckpoint(folder / "shards") if (folder / "shards").is_dir() else None
+    has_shards = shards is not None and bool(shards.names())  # otherwise of the optimizer alone
+    adapters, huggingface = folder / "lora_adapter", folder / "huggingface"
+    if not (has_shards or has_weights(huggingface) or (adapters / ADAPTER_WEIGHTS).is_file()):
         raise ValueError(_describe_folder(folder))
-    if not config.is_file():
+    if not (huggingface / "config.json").is_file():
         raise ValueError(
-            f"{config} is missing: copy the config and the tokenizer of the model there "
+            f"{huggingface / 'config.json'} is missing: copy the config and the tokenizer of the model there "
             "(from the base model, if training did not change them)"
         )
-    if adapters:
-        return _adapter_checkpoint(folder, base)
-    return Checkpoint(folder, source, format_name)
-
-
-def with_adapters_merged(checkpoint: Checkpoint, trust_remote_code: bool = False) -> WeightSource:
-    """Return the checkpoint's weights, with adapters merged if there are any."""
-    source = checkpoint.source
-    if isinstance(source, Adapters):
-        return MergedAdapters(source, checkpoint.config_folder, trust_remote_code)
-    return source
-
-
-def _full_weights(folder: Path) -> tuple[WeightSource | None, str]:
-    """Return the full weights in the folder, or None, and a description of their format."""
-    if (folder / "shards").is_dir():
-        source = DistributedCheckpoint(folder / "shards")
-        if source.names():
-            return source, "shards of torch.distributed.checkpoint"
-    if has_weights(folder / "huggingface"):
-        return SafetensorsFolder(folder / "huggingface"), "already a HuggingFace model"
-    return None, ""
-
-
-def _adapter_checkpoint(folder: Path, base: str | None) -> Checkpoint:
-    """Open a checkpoint that contains only adapters, with the weights of their base model."""
-    adapters = folder / "lora_adapter"
+    if has_shards:
+        return Checkpoint(folder, shards, "shards of torch.distributed.checkpoint")
+    if has_weights(huggingface):
+        return Checkpoint(folder, SafetensorsFiles(huggingface), "already a HuggingFace model")
     path, problem = find_base(folder, base)
     if path is None:
         raise ValueError(
             f"{adapters} contains only LoRA adapters, and their base model is required: {problem}. "
             "Set it with --base (relative paths start from the current directory)"
         )
-    return Checkpoint(folder, over_base(adapters, path), f"LoRA adapters of {path}")
+    merged = MergedAdapters(adapters, path, huggingface, trust_remote_code)
+    return Checkpoint(folder, merged, f"LoRA adapters of {path}")
 
 
 def _describe_folder(folder: Path) -> str:
@@ -164,3 +163,66 @@ def _verify_manifest(folder: Path) -> None:
     faults = list(size_faults(root, used)) or list(content_faults(root, used))
     if faults:
         raise ValueError(f"{root} is damaged: {'; '.join(faults)}")
+
+
+# ---- sharded weights ------------------------------------------------------------------------------------------------
+
+#: prefix of every weight: the engine saves {"model": ...} of a module that holds the HuggingFace model as `module`
+_PREFIX = "model.module."
+
+
+class DistributedCheckpoint:
+    """A checkpoint of the sharded engine or of strategy=megatron, written by torch.distributed.checkpoint.
+
+    actor/
+      shards/.metadata, __0_0.distcp, ...   weights; the optimizer state is not read
+      huggingface/                          config and tokenizer
+
+    Raises:
+        ValueError: a file is missing or truncated.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        try:
+            self._reader = ShardReader(folder)
+            metadata = self._reader.read_metadata()
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(
+                f"{folder} is not a complete checkpoint: cannot read .metadata, which is written last ({error})"
+            ) from error
+        self._check_files(metadata)
+        entries = metadata.state_dict_metadata.items()
+        tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        self._tensors = {key.removeprefix(_PREFIX): entry for key, entry in tensors.items() if key.startswith(_PREFIX)}
+
+    def _check_files(self, metadata: Metadata) -> None:
+        ends: dict[str, int] = {}
+        for entry in metadata.storage_data.values():
+            ends[entry.relative_path] = max(ends.get(entry.relative_path, 0), entry.offset + entry.length)
+        missing = [name for name in sorted(ends) if not (self.folder / name).is_file()]
+        if missing:
+            raise ValueError(
+                f"{self.folder}: missing {', '.join(missing)}; found {len(ends) - len(missing)} of {len(ends)} files. "
+                "With several nodes, each may have written to its local disk: copy all files into one folder"
+            )
+        for name, end in ends.items():
+            size = (self.folder / name).stat().st_size
+            if size < end:
+                raise ValueError(f"{self.folder / name} is truncated: expected at least {end} bytes, found {size}")
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def read(self, name: str) -> torch.Tensor:
+        entry, key = self._tensors[name], _PREFIX + name
+        full = torch.empty(entry.size, dtype=entry.properties.dtype)
+        region = Region(key, (0,) * full.dim(), tuple(full.shape), tuple(entry.size))
+        try:
+            with warnings.catch_warnings():  # reading in a single process is intended
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                boxes = {key: [(region, full)]}
+                dcp.load(boxes, storage_reader=self._reader, planner=BoxLoadPlanner(), no_dist=True)
+        except CheckpointException as error:
+            raise ValueError(f"{self.folder}: cannot read {key}, a file is damaged: {error}") from error
+        return full

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from verl.checkpoints.atomic import atomic_write
-from verl.model_merger.sources import SafetensorsFolder
+from verl.checkpoints.safetensors_files import SafetensorsFiles
 from verl.registry import did_you_mean
 from verl.utils.paths import read_json
 
@@ -67,7 +67,7 @@ def export_gguf(model: Path, out: Path, type_name: str = "f16", pre_tokenizer: s
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _add_config(writer, config)
         eos = _add_tokenizer(writer, model, config.vocab_size, pre_tokenizer)
-        _add_tensors(writer, SafetensorsFolder(model), config, quantization)
+        _add_tensors(writer, SafetensorsFiles(model), config, quantization)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -169,7 +169,7 @@ def _pre_tokenizer_name(pre_tokenizer: dict[str, Any]) -> str:
 
 
 def _add_tensors(
-    writer: gguf.GGUFWriter, weights: SafetensorsFolder, config: Any, quantization: gguf.GGMLQuantizationType
+    writer: gguf.GGUFWriter, weights: SafetensorsFiles, config: Any, quantization: gguf.GGMLQuantizationType
 ) -> None:
     architecture = _ARCHITECTURES[config.model_type]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)

@@ -1,14 +1,15 @@
 """The HuggingFace model of a checkpoint: its class, its tensors, and their names on disk."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from verl.model_merger.sources import SafetensorsFolder, WeightSource, main_dtype, same_bits
+from verl.modeling.huggingface import load_with_report
 
 _AUTO_CLASSES = {
     "ForCausalLM": "AutoModelForCausalLM",
@@ -16,6 +17,13 @@ _AUTO_CLASSES = {
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForConditionalGeneration": "AutoModelForImageTextToText",
 }
+
+
+class WeightSource(Protocol):
+    """The weights of a model: `SafetensorsFiles`, `checkpoint.DistributedCheckpoint` or `lora.MergedAdapters`."""
+
+    def names(self) -> list[str]: ...
+    def read(self, name: str) -> torch.Tensor: ...
 
 
 def describe(config_folder: Path, names: Iterable[str], trust_remote_code: bool) -> Any:
@@ -60,22 +68,8 @@ def build(model: Any, folder: Path | None, weights: dict[str, torch.Tensor] | No
     Raises:
         ValueError: Missing, unexpected or mismatched weights.
     """
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # its table of missing keys is replaced by the error below
-    logging.disable_progress_bar()
-    try:
-        module, report = type(model).from_pretrained(
-            folder,
-            config=None if folder is not None else model.config,
-            state_dict=weights,
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported, with all others at once
-        )
-    finally:
-        logging.set_verbosity(verbosity)
+    config = None if folder is not None else model.config
+    module, report = load_with_report(type(model), folder, config=config, state_dict=weights, dtype=dtype)
     faults = [f"missing: {name}" for name in sorted(report["missing_keys"])]
     faults += [f"not in the model: {name}" for name in sorted(report["unexpected_keys"])]
     faults += [
@@ -91,44 +85,51 @@ def build(model: Any, folder: Path | None, weights: dict[str, torch.Tensor] | No
     return module
 
 
-class Export:
-    """The weights of a checkpoint as a model.
+def main_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    """The floating-point dtype of most values."""
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            sizes[tensor.dtype] += tensor.numel()
+    return sizes.most_common(1)[0][0]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are bitwise equal (NaN equals itself)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+
+
+def load(source: WeightSource, model: Any, dtype: torch.dtype | None) -> Any:
+    """Read the weights of a checkpoint into a model of transformers.
 
     Args:
+        model: From `describe`.
         dtype: of floating-point tensors; None: unchanged.
+
+    Raises:
+        ValueError: weights that are not those of the model, NaN or infinite values, or tied tensors with different
+            contents.
     """
+    names = source.names()
+    tied = {name: target for name, target in model.all_tied_weights_keys.items() if {name, target} <= {*names}}
+    for name, target in tied.items():
+        if not same_bits(source.read(name), source.read(target)):
+            raise ValueError(
+                f"{name} and {target} differ, but config.json ties them (tie_word_embeddings): "
+                "set it to false if they were trained separately"
+            )
+    tensors = {name: _checked(name, source.read(name), dtype) for name in names if name not in tied}
+    return build(model, None, tensors, main_dtype(tensors.values()))
 
-    def __init__(self, source: WeightSource, model: Any, dtype: torch.dtype | None):
-        self.source, self.model, self.dtype = source, model, dtype
-        names = source.names()
-        self._tied = {
-            name: target for name, target in model.all_tied_weights_keys.items() if name in names and target in names
-        }
-        self._names = [name for name in names if name not in self._tied]
 
-    def load(self) -> Any:
-        """Read the weights into a model of transformers.
-
-        Raises:
-            ValueError: weights that are not those of the model, NaN or infinite values, or tied tensors with different
-                contents.
-        """
-        for name, target in self._tied.items():
-            if not same_bits(self.source.read(name), self.source.read(target)):
-                raise ValueError(
-                    f"{name} and {target} differ, but config.json ties them (tie_word_embeddings): "
-                    "set it to false if they were trained separately"
-                )
-        tensors = {name: self._read(name) for name in self._names}
-        return build(self.model, None, tensors, main_dtype(tensors.values()))
-
-    def _read(self, name: str) -> torch.Tensor:
-        tensor = self.source.read(name)
-        if not tensor.is_floating_point():
-            return tensor
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"{name} contains NaN or infinite values: training diverged")
-        return tensor if self.dtype is None else tensor.to(self.dtype)
+def _checked(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"{name} contains NaN or infinite values: training diverged")
+    return tensor if dtype is None else tensor.to(dtype)
 
 
 def disk_tensors(model: Any, module: Any) -> dict[str, torch.Tensor]:
@@ -169,7 +170,7 @@ def _checksum(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
 
 
-def first_difference(written: SafetensorsFolder, base: SafetensorsFolder) -> str | None:
+def first_difference(written: WeightSource, base: WeightSource) -> str | None:
     """Return the name of the first tensor that differs from the base model, or None.
 
     The base model is rounded to the dtype of the merged model.

@@ -14,12 +14,21 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 from verl.checkpoints.atomic import fsync
-from verl.checkpoints.safetensors_files import INDEX
-from verl.model_merger.checkpoint import Checkpoint, find_base, open_checkpoint, with_adapters_merged
-from verl.model_merger.huggingface import Export, check_folder, checksums, describe, disk_tensors, first_difference
+from verl.checkpoints.safetensors_files import INDEX, SafetensorsFiles
+from verl.model_merger.checkpoint import find_base, open_checkpoint
+from verl.model_merger.huggingface import (
+    WeightSource,
+    check_folder,
+    checksums,
+    describe,
+    disk_tensors,
+    first_difference,
+    load,
+)
 from verl.model_merger.lora import MergedAdapters
-from verl.model_merger.sources import SafetensorsFolder
 from verl.utils.paths import read_json, resolved
+
+logger = logging.getLogger("verl.model_merger")
 
 #: weight files of a HuggingFace folder, of all formats
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
@@ -90,8 +99,6 @@ def write_config(source: Path, folder: Path, architecture: str, dtype: torch.dty
         (folder / "config.json").write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 
-logger = logging.getLogger("verl.model_merger")
-
 DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -116,35 +123,35 @@ def merge(options: MergeOptions) -> Path:
         ValueError: If the checkpoint is incomplete, its weights do not match the config, or the result differs from the
             checkpoint or lost what was learned by rounding. The target is not changed in this case.
     """
-    checkpoint = open_checkpoint(options.local_dir, options.base)
-    export = _export(checkpoint, options.trust_remote_code, DTYPES[options.dtype])
-    target = resolved(options.target_dir)
-    logger.info("%s: %s, %s", checkpoint.folder, checkpoint.format_name, type(export.model).__name__)
-    _check_target(target, checkpoint, options.overwrite)
-    base = _base_folder(checkpoint, options.base)
+    target, dtype = resolved(options.target_dir), DTYPES[options.dtype]
+    _check_target(target, resolved(options.local_dir), options.overwrite)
+    checkpoint = open_checkpoint(options.local_dir, options.base, options.trust_remote_code)
+    source = checkpoint.source
+    model = describe(checkpoint.config_folder, source.names(), options.trust_remote_code)
+    logger.info("%s: %s, %s", checkpoint.folder, checkpoint.format_name, type(model).__name__)
+    base = _base_folder(checkpoint.folder, options.base)
     if base is not None and resolved(base) == target:
         raise ValueError(f"--target_dir {target} is the base model: choose another folder")
-    module = export.load()
-    tensors, expected, dtype = disk_tensors(export.model, module), checksums(module), module.dtype
+    module = load(source, model, dtype)
+    tensors, expected = disk_tensors(model, module), checksums(module)
+    count, parameters, stored_dtype = len(tensors), module.num_parameters(), module.dtype
     with staged(target) as folder:
-        model = export.model
         labels = model.config.num_labels if "score.weight" in tensors else None
-        write_config(checkpoint.config_folder, folder, type(model).__name__, dtype, labels)
+        write_config(checkpoint.config_folder, folder, type(model).__name__, stored_dtype, labels)
         generation = "generation_config.json"  # of a language model, with its stop tokens; if missing, of the base
         if labels is None and base and not (folder / generation).is_file() and (base / generation).is_file():
             shutil.copy2(base / generation, folder / generation)
         write_weights(folder, tensors, options.max_shard_size)
-        count, parameters = len(tensors), module.num_parameters()
         del module, tensors  # one model is in memory at a time
         if not options.allow_unchanged:
-            _check_changed(folder, base, export)
-        check_folder(folder, model, dtype, expected)
+            _check_changed(folder, base, source, dtype)
+        check_folder(folder, model, stored_dtype, expected)
     logger.info(
         "%s: %d tensors, %d parameters, %s; verified: every tensor is that of the checkpoint",
         target,
         count,
         parameters,
-        str(dtype).removeprefix("torch."),
+        str(stored_dtype).removeprefix("torch."),
     )
     return target
 
@@ -158,9 +165,10 @@ def compare(local_dir: Path, folder: Path, trust_remote_code: bool = False, base
     Returns:
         Descriptions of the differences; empty if there are none.
     """
-    export = _export(open_checkpoint(local_dir, base), trust_remote_code, None)
-    other = SafetensorsFolder(folder)
-    others, tensors, faults = set(other.names()), disk_tensors(export.model, export.load()), []
+    checkpoint = open_checkpoint(local_dir, base, trust_remote_code)
+    model = describe(checkpoint.config_folder, checkpoint.source.names(), trust_remote_code)
+    other = SafetensorsFiles(folder)
+    others, tensors, faults = set(other.names()), disk_tensors(model, load(checkpoint.source, model, None)), []
     for name, tensor in tensors.items():
         if name not in others:
             faults.append(f"{name} is only in {local_dir}")
@@ -174,18 +182,13 @@ def compare(local_dir: Path, folder: Path, trust_remote_code: bool = False, base
     return [f"{name} is only in {folder}" for name in other.names() if name not in tensors] + faults
 
 
-def _export(checkpoint: Checkpoint, trust_remote_code: bool, dtype: torch.dtype | None) -> Export:
-    source = with_adapters_merged(checkpoint, trust_remote_code)
-    return Export(source, describe(checkpoint.config_folder, source.names(), trust_remote_code), dtype)
-
-
-def _check_target(target: Path, checkpoint: Checkpoint, overwrite: bool) -> None:
+def _check_target(target: Path, checkpoint: Path, overwrite: bool) -> None:
     """Raise ValueError if writing to the target would overwrite something that is not a merged model."""
     if target.exists() and not target.is_dir():
         raise ValueError(f"--target_dir {target}: expected a folder, found a file")
-    if checkpoint.folder.is_relative_to(target):
+    if checkpoint.is_relative_to(target):
         raise ValueError(f"--target_dir {target} contains the checkpoint itself: choose a separate folder")
-    if target.is_relative_to(checkpoint.folder):
+    if target.is_relative_to(checkpoint):
         raise ValueError(f"--target_dir {target} is in the checkpoint, which must not change: choose another folder")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise ValueError(
@@ -196,9 +199,9 @@ def _check_target(target: Path, checkpoint: Checkpoint, overwrite: bool) -> None
 # ---- the base model -------------------------------------------------------------------------------------------------
 
 
-def _base_folder(checkpoint: Checkpoint, name: str | None) -> Path | None:
+def _base_folder(checkpoint: Path, name: str | None) -> Path | None:
     """Return the folder of the base model, if it is on this machine."""
-    folder, problem = find_base(checkpoint.folder, name)
+    folder, problem = find_base(checkpoint, name)
     if folder is None and name is not None:
         raise ValueError(
             f"--base {name}: expected a folder with safetensors files, or a model in the HuggingFace cache"
@@ -208,22 +211,21 @@ def _base_folder(checkpoint: Checkpoint, name: str | None) -> Path | None:
     return folder
 
 
-def _check_changed(folder: Path, base: Path | None, export: Export) -> None:
+def _check_changed(folder: Path, base: Path | None, source: WeightSource, dtype: torch.dtype | None) -> None:
     """Warn if training changed nothing. Raises ValueError if the result lost the changes by rounding to --dtype."""
-    source = export.source
     if isinstance(source, MergedAdapters) and source.is_untrained:
         logger.warning("all LoRA adapters are zero: they were saved before the first step, or never trained")
         return
     if base is None:
         return
-    difference = first_difference(SafetensorsFolder(folder), SafetensorsFolder(base))
+    difference = first_difference(SafetensorsFiles(folder), SafetensorsFiles(base))
     if difference is not None:
         logger.info("differs from the base model %s (first difference: %s)", base, difference)
         return
-    if export.dtype is not None:
+    if dtype is not None:
         raise ValueError(
             f"the result equals the base model {base}: the trained weights were not saved, or the changes are lost by "
-            f"rounding to {export.dtype} (use --dtype float32). "
+            f"rounding to {dtype} (use --dtype float32). "
             "To write the model anyway, use --allow_unchanged"
         )
     logger.warning(

@@ -201,6 +201,19 @@ def experts_of(config: Any) -> int:
     return settings.get("num_experts") or settings.get("num_local_experts") or settings.get("n_routed_experts") or 0
 
 
+def load_with_report(auto: Any, path: str | Path | None, **arguments: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """`auto.from_pretrained`, with its report of missing, unexpected and mismatched weights, which is not logged."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        return auto.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **arguments)
+    finally:
+        logging.set_verbosity(verbosity)
+
+
 def load_pretrained(
     auto: Any, path: str, config: Any, dtype: torch.dtype, new_prefix: str | None = None, **build: Any
 ) -> tuple[nn.Module, set[str]]:
@@ -221,21 +234,7 @@ def load_pretrained(
         ValueError: other weights are missing or have another shape, or the files have weights that the module has not
             (other than the head of another kind of model).
     """
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # its table of missing keys is replaced by the error below
-    try:
-        module, report = auto.from_pretrained(
-            model_source(path),
-            config=config,
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **build,
-        )
-    finally:
-        logging.set_verbosity(verbosity)
+    module, report = load_with_report(auto, model_source(path), config=config, dtype=dtype, **build)
     new = {name for name in report["missing_keys"] if new_prefix is not None and name.startswith(new_prefix)}
     missing = sorted(set(report["missing_keys"]) - new)
     if missing or report["mismatched_keys"]:

@@ -2,7 +2,7 @@
 
 Residual sum with RMS norm, SwiGLU, and the rotary embedding of queries and keys (with the norms of their heads) in a
 joint QKV projection. Each kernel reads its inputs once and writes its outputs once, forward and backward. Arithmetic is
-float32, outputs have the requested dtype. `fused_layers` puts them into a model. N: rows; D: columns.
+float32, outputs have the requested dtype. `layers` puts them into a model. N: rows; D: columns.
 """
 
 import torch

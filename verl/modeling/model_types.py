@@ -1,4 +1,4 @@
-"""Model types whose layers are computed by the functions of `fused_layers`, and types of layers."""
+"""Model types whose layers are computed by the fused functions of `layers`, and types of layers."""
 
 #: model types with the norm, MLP and rotary embedding of Llama
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")

@@ -1,7 +1,7 @@
 """Bytes per device in each phase of a step, as the engines of this project allocate them.
 
 A phase has the weights and optimizer states of all roles on the device, and the working memory of the role that runs.
-Activations are the tensors that the fused layers save (`modeling/fused_layers.py`); the choice of micro-batches and
+Activations are the tensors that the fused layers save (`modeling/layers.py`); the choice of micro-batches and
 checkpointing is that of `engines/token_budget.py`. Of a vision-language model, every prompt token counts as a token of
 an image. Not modelled: fragmentation of the allocator, and tools.
 """

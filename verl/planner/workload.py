@@ -73,7 +73,7 @@ class Role:
         update_tokens, infer_tokens: tokens of a micro-batch of one rank; None: chosen by the engine.
         sequence_parallel: Megatron's tensor-parallel ranks also split the activations between the matrices.
         sharded_optimizer: Megatron's distributed optimizer.
-        fuses_layers: FSDP has the layers of `modeling/fused_layers.py`, if the model type is supported.
+        fuses_layers: FSDP has the layers of `modeling/layers.py`, if the model type is supported.
         spreads_experts: FSDP spreads the experts over ranks (expert parallelism).
         updates: optimizer steps per pass over the batch. epochs: passes.
         layout: sizes of model parallelism; `devices` is set by the placement.

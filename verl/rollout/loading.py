@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from verl.config import schema
+from verl.modeling.attention import use_vision_attention
 from verl.modeling.fp8 import use_fp8
 from verl.modeling.huggingface import load_pretrained, read_config
 from verl.modeling.vision import is_vision_config
-from verl.modeling.vision_attention import use_vision_attention
 from verl.rollout.base import RolloutEnv
 from verl.utils.device import resolve_dtype
 

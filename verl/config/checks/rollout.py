@@ -121,7 +121,6 @@ def check_weight_sync(config: Config) -> Iterator[Problem]:
 _MERGES = "generation merges the adapters and training does not"
 _WHOLE = "log-probs in training are those of the full distribution"
 _ROUNDS = {
-    "use_torch_compile": (False, "compiled layers round differently"),
     "tensor_parallel_size": (1, "sums over ranks round differently"),
     "ulysses_sequence_parallel_size": (1, "attention over ranks rounds differently"),
 }

@@ -142,19 +142,6 @@ def check_sampler(config: Config) -> Iterator[Problem]:
         )
 
 
-def check_kernels(config: Config) -> Iterator[Problem]:
-    """One source of fused kernels per model."""
-    policy, critic = config.actor_rollout_ref, config.critic
-    engines = {
-        f"{_ACTOR}fsdp_config": (policy.model, policy.actor.fsdp_config),
-        "actor_rollout_ref.ref.fsdp_config": (policy.model, policy.ref.fsdp_config),
-        "critic.fsdp": (critic.model, critic.fsdp),
-    }
-    for section, (model, engine) in engines.items():
-        if model.use_liger and engine.use_torch_compile:
-            yield Problem(f"{section}.use_torch_compile", "true, but model.use_liger is true as well: use one of them")
-
-
 def check_adapters(config: Config | SFTConfig) -> Iterator[Problem]:
     """Adapters that train nothing; strategy=megatron has no models with images and no 8-bit optimizer."""
     for role in model_roles(config):
@@ -172,7 +159,7 @@ def check_adapters(config: Config | SFTConfig) -> Iterator[Problem]:
             yield Problem(f"{key}.freeze_vision_tower", message)
 
 
-_FP8 = {"lora_rank": (0,), "lora_adapter_path": (None,), "use_liger": (False,), "use_torch_compile": (False,)}
+_FP8 = {"lora_rank": (0,), "lora_adapter_path": (None,), "use_liger": (False,)}
 _FP8 |= {"tensor_parallel_size": (1,), "expert_parallel_size": (1,), "tensor_model_parallel_size": (1,)}
 _FP8 |= {"dtype": ("auto", "bf16", "bfloat16", "fp32", "float32")}
 """Key of a model or of its engines -> the values that `model.quantization=fp8` supports."""

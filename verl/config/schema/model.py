@@ -129,9 +129,6 @@ class EngineConfig(Section):
         "round updated weights and optimizer state stochastically, so that bf16 weights lose no small updates",
         active_when=("model_dtype", lambda dtype: dtype in ("bf16", "bfloat16")),
     )
-    use_torch_compile: bool = field(
-        False, "compile every layer (GPU only): slow first updates, slightly faster updates afterwards"
-    )
     param_offload: bool = field(False, "keep the weights in host memory between phases")
     optimizer_offload: bool = field(False, "keep the optimizer state in host memory between phases")
     offload_policy: bool = field(False, "FSDP2 CPU offloading: keep shards in host memory during the step")

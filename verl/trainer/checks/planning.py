@@ -334,7 +334,7 @@ def _sharded(section: schema.EngineConfig, liger: bool, on_gpu: bool, adapters: 
     return {
         "weight_bytes": _bytes(section.model_dtype, compute_bytes if adapters else 4),
         "compute_bytes": compute_bytes,
-        "fuses_layers": not on_gpu or not (liger or section.use_torch_compile),
+        "fuses_layers": not (on_gpu and liger),
         "spreads_experts": section.expert_parallel_size > 1,
         "param_offload": section.param_offload,
         "optimizer_offload": section.optimizer_offload,
