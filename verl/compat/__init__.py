@@ -1,4 +1,4 @@
-"""Import paths and names of public verl.
+"""Import paths and names of public verl, and module paths of earlier versions.
 
 import verl.utils.torch_functional                 # the module verl.algorithms.torch_functional
 from verl.utils.metric import reduce_metrics       # the function of verl.utils.public

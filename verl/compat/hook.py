@@ -13,29 +13,21 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-#: module path of public verl -> module path here. Both are the same module object
-MOVED = {
-    "verl.cli.train": "verl.trainer.main_ppo",  # of the articles
-    "verl.experimental.fully_async_policy.fully_async_main": "verl.trainer.main_fully_async",
-    "verl.experimental.one_step_off_policy.main_ppo": "verl.trainer.main_one_step_off",
-    "verl.recipe.dapo.dapo_ray_trainer": "verl.recipe.dapo.main_dapo",
-    "verl.recipe.dapo.ray_trainer": "verl.recipe.dapo.main_dapo",
-    "verl.recipe.fully_async_policy.fully_async_main": "verl.trainer.main_fully_async",
-    "verl.recipe.one_step_off_policy.main_ppo": "verl.trainer.main_one_step_off",
-    "verl.recipe.r1.main_eval": "verl.trainer.main_eval",
-    "verl.single_controller.base.decorator": "verl.single_controller.dispatch",
-    "verl.tools": "verl.agents.tools",
-    "verl.tools.base_tool": "verl.agents.tools.base_tool",
-    "verl.tools.function_tool": "verl.agents.tools.function_tool",
-    "verl.tools.schemas": "verl.agents.tools.schemas",
-    "verl.trainer.fsdp_sft_trainer": "verl.trainer.sft_trainer",
-    "verl.trainer.main_ppo_sync": "verl.trainer.main_ppo",
-    "verl.trainer.ppo.core_algos": "verl.algorithms.core_algos",
-    "verl.trainer.ppo.rollout_corr_helper": "verl.algorithms.rollout_correction",
-    "verl.utils.seqlen_balancing": "verl.utils.balance",
-    "verl.utils.torch_functional": "verl.algorithms.torch_functional",
-    "verl.utils.tracking": "verl.tracking.tracking",
-}
+
+def _moved(table: str) -> dict[str, str]:
+    """Old module path -> new one, from lines such as `old package -> new package: name before:after`."""
+    moved = {}
+    for line in table.splitlines():
+        packages, names = line.split(": ", 1)
+        old, new = packages.split(" -> ")
+        for name in names.split():
+            before, _, after = name.partition(":")
+            moved[f"{old}.{before}"] = f"{new}.{after or before}"
+    return moved
+
+
+#: module path of public verl or of an earlier version -> module path here. Both are the same module object
+MOVED = _moved((Path(__file__).parent / "moved.txt").read_text(encoding="utf-8"))
 
 ANY = "*"
 """Entry of a module for all names that it does not list."""
