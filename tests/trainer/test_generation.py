@@ -222,7 +222,7 @@ def test_damaged_lines_and_those_of_other_settings_are_not_used(tmp_path):
     file.append([1], [responses[1]])
     assert file.missing() == [] and file.read() == dict(enumerate(responses))
     whole = file.path.read_text()
-    for damage in (whole[:-20], whole.replace('"ü"', "", 1), whole.replace('"prompt": 1', '"p": 1'), ""):
+    for damage in (whole[:-20], whole.replace(', "ü"', "", 1), whole.replace('"prompt": 1', '"p": 1'), ""):
         file.path.write_text(damage)
         missing = file.missing()
         assert missing
