@@ -2,6 +2,4 @@
 
 from verl.utils.lazy import lazy_names
 
-_HOME = {"verl.recipe.dapo.main_dapo": "DAPOTrainer LocalDAPOTrainer"}
-
-__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)
+__all__, __getattr__, __dir__ = lazy_names(__name__, {"verl.recipe.dapo.main_dapo": "DAPOTrainer LocalDAPOTrainer"})

@@ -38,8 +38,7 @@ def main(arguments: list[str] | None = None, program: str = OFFLINE.module) -> i
     return train([word for word in arguments if word != "--online"], DPOTrainer, f"{program} --online")
 
 
-_HOME = {"verl.recipe.dpo.online": "DPOTrainer LocalDPOTrainer"}
-_, __getattr__, _ = lazy_names(__name__, _HOME)
+_, __getattr__, _ = lazy_names(__name__, {"verl.recipe.dpo.online": "DPOTrainer LocalDPOTrainer"})
 
 if __name__ == "__main__":
     sys.exit(main())

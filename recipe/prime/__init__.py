@@ -2,6 +2,4 @@
 
 from verl.utils.lazy import lazy_names
 
-_HOME = {"verl.recipe.prime.main_prime": "PRIMETrainer LocalPRIMETrainer"}
-
-__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)
+__all__, __getattr__, __dir__ = lazy_names(__name__, {"verl.recipe.prime.main_prime": "PRIMETrainer LocalPRIMETrainer"})

