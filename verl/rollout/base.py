@@ -344,8 +344,7 @@ def check_sampling_keys(config: BaseModel, name: str, supported: Collection[str]
 def _register_built_in(name: str) -> None:
     @register_rollout_engine(name)
     def make(*args: Any, **keys: Any) -> RolloutEngine:  # at use: imports the engine
-        home = "engine" if name == "hf" else "factory"
-        return load_object(f"verl.rollout.{name}.{home}", f"make_{name}")(*args, **keys)
+        return load_object(f"verl.rollout.{name}.factory", f"make_{name}")(*args, **keys)
 
 
 for _name in built_in_engines():

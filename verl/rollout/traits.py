@@ -1,8 +1,8 @@
 """Traits of rollout engines: what settings, checks and the planner must know of an engine without importing it.
 
-A built-in engine is a folder beside this file with `traits.py`, which holds `TRAITS`, and `factory.py` (hf:
-`engine.py`), which holds `make_<name>`. A custom engine passes its traits to `register_rollout_engine`. This module
-imports neither torch nor an engine.
+A built-in engine is a folder beside this file with `traits.py`, which holds `TRAITS`, and `factory.py`, which holds
+`make_<name>`. A custom engine passes its traits to `register_rollout_engine`. This module imports neither torch nor an
+engine.
 """
 
 import functools
