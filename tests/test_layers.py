@@ -74,18 +74,18 @@ def imports(path: Path, text: str) -> list[tuple[int, str, bool]]:
 
 
 def _imports(path: Path, tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
-    at_top = {id(node) for node in ast.walk(ast.Module(_executed_at_import(tree.body), []))}
     package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
-    for node in ast.walk(tree):
-        top = id(node) in at_top
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name, top) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
-            module = ".".join(part for part in (base, node.module) if part)
-            yield from ((node.lineno, f"{module}.{alias.name}", top) for alias in node.names)
-        elif isinstance(node, ast.Call) and called(node).endswith(("import_module", "__import__")):
-            yield from ((node.lineno, arg.value, top) for arg in node.args[:1] if isinstance(arg, ast.Constant))
+    for statement in tree.body:
+        top = not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Import):
+                yield from ((node.lineno, alias.name, top) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+                module = ".".join(part for part in (base, node.module) if part)
+                yield from ((node.lineno, f"{module}.{alias.name}", top) for alias in node.names)
+            elif isinstance(node, ast.Call) and called(node).endswith(("import_module", "__import__")):
+                yield from ((node.lineno, arg.value, top) for arg in node.args[:1] if isinstance(arg, ast.Constant))
 
 
 def called(node: ast.Call) -> str:
@@ -94,10 +94,6 @@ def called(node: ast.Call) -> str:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name
     return ""
-
-
-def _executed_at_import(body: list[ast.stmt]) -> list[ast.stmt]:
-    return [node for node in body if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
 
 
 def may_import(importer: str, imported: str) -> bool:
