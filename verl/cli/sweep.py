@@ -213,5 +213,5 @@ def print_results(trials: Sequence[Trial], metric: str | None) -> None:
         typer.echo(console_text(f"no trial has the metric {name}"))
     else:
         path, plotted = trials[0].folder.with_name("sweep.png"), [runs[i] for i in ranked[:_PLOTTED]]
-        save_comparison(plotted, path, None if metric is None else [metric])
+        save_comparison(plotted, path, None if metric is None else [metric], [run.name for run in plotted])
         typer.echo(console_text(f"picture: {path}"))

@@ -76,8 +76,10 @@ def save_curves(metrics_jsonl: str | Path, out_png: str | Path, keys: Sequence[s
     return _save([run], [""], out_png, keys, run.title if run.about else "")
 
 
-def save_comparison(runs: Sequence[RecordedRun], out_png: str | Path, keys: Sequence[str] | None = None) -> Path:
-    """Plot the same metrics of several runs into a PNG and return its path. The legend is what differs between them.
+def save_comparison(
+    runs: Sequence[RecordedRun], out_png: str | Path, keys: Sequence[str] | None = None, names: Sequence[str] = ()
+) -> Path:
+    """Plot the same metrics of several runs into a PNG and return its path. The legend is `names`, or what differs.
 
     Raises:
         ValueError: as `save_curves`.
@@ -85,7 +87,7 @@ def save_comparison(runs: Sequence[RecordedRun], out_png: str | Path, keys: Sequ
     algorithms = {run.algorithm for run in runs}
     models = {run.model for run in runs}
     title = " · ".join(name for names in (algorithms, models) if len(names) == 1 for name in names - {"unknown"})
-    return _save(runs, labels(runs), out_png, keys, title)
+    return _save(runs, names or labels(runs), out_png, keys, title)
 
 
 def _save(
