@@ -155,7 +155,7 @@ def test_only_rank_0_of_a_group_has_the_prompts_and_answers(group):
 
 def test_the_other_ranks_follow_until_the_pause_and_again_afterwards(group):
     group.submit_prompts([batch_of("a"), batch_of("b")])
-    group.wait_until_running(2)
+    wait_until(lambda: all(engine.sessions and engine.sessions[-1] for engine in group.engines[1::2]))
     group.pause_generation(True)
     for engine in group.engines:
         engine.weight_version = 1
