@@ -88,6 +88,14 @@ def tiny(tmp_path_factory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory) -> Path:
+    """As the fixture `tiny`, with a Mixtral of four experts."""
+    folder = make_tiny(tmp_path_factory.mktemp("mixture"))
+    tiny_model("mixtral", folder / "model")
+    return folder
+
+
 @pytest.fixture
 def settings(tiny, tmp_path) -> list[str]:
     """The overrides of `run_settings`; the run goes to tmp_path / "run"."""

@@ -11,6 +11,10 @@ from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.view import StepReport
 
+#: a Ray cluster of the run, and none that is running on this host
+RAY = ["trainer.backend=ray", "trainer.device=cpu"]
+RAY += ["ray_kwargs.ray_init.num_cpus=5", "ray_kwargs.ray_init.address=local"]
+
 
 def fit(overrides: Any, kind: type = LocalPPOTrainer, **arguments: Any) -> tuple[Any, list[StepReport]]:
     """The trainer of a finished run, and the reports of its steps."""

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.trainer.runs import fit_reports
+from tests.trainer import version_engine
+from tests.trainer.runs import RAY, fit_reports
 from tests.trainer.version_engine import VersionEngine
 from verl.dataflow import DataFlow, Operator
 from verl.single_controller.worker import RankEnv, WorkerSpec, free_port
@@ -153,7 +154,8 @@ def test_generation_overlaps_training_within_the_bound(k, settings, monkeypatch)
     assert once(reports)
 
 
-def test_no_response_is_interrupted_without_partial_rollout(settings, caplog):
+def test_no_response_is_interrupted_without_partial_rollout(settings, monkeypatch, caplog):
+    monkeypatch.setattr(version_engine, "SECONDS_PER_TOKEN", 0.012)  # responses take longer than an update
     caplog.set_level(logging.INFO, "verl")
     more = ["trainer.async.partial_rollout=false", "trainer.logger=[console,jsonl]"]
     _, reports = train(settings, *more, kind=SlowTrainer, steps=4)
@@ -318,8 +320,6 @@ def test_a_second_fit_continues(settings):
 
 THREE = ["trainer.n_gpus_per_node=3", "placement.actor_devices=[0]", "placement.rollout_devices=[1,2]"]
 FSDP = ["trainer.n_gpus_per_node=3", "placement.actor_devices=[0,1]", "placement.rollout_devices=[2]"]
-RAY = ["trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=4"]
-RAY += ["ray_kwargs.ray_init.address=local"]
 PROCESSES = {"k=1": (1, []), "k=2": (2, []), "two rollout ranks": (1, THREE)}
 PROCESSES |= {"fsdp and overlap": (1, [*FSDP, "trainer.overlap=true"]), "ray": (1, RAY)}
 
@@ -328,8 +328,6 @@ PROCESSES |= {"fsdp and overlap": (1, [*FSDP, "trainer.overlap=true"]), "ray": (
 @pytest.mark.parametrize("case", PROCESSES)
 def test_processes_with_the_native_engine(case, settings):
     k, more = PROCESSES[case]
-    if "trainer.backend=ray" in more:
-        pytest.importorskip("ray")
     overrides = [*settings, *GRPO, *more, f"trainer.async.max_staleness={k}", "trainer.total_epochs=1"]
     reports = fit_reports(overrides)
     assert once(reports)

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.rollout.float64 import float64_logits
-from tests.trainer.test_asynchronous import RAY, uids_of
+from tests.trainer.runs import RAY
+from tests.trainer.test_asynchronous import uids_of
 from tests.trainer.test_rollout_role import CALCULATOR
 from verl.protocol import DataProto
 from verl.rollout.tensor_parallel import TensorParallel

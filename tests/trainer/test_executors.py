@@ -9,10 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
-from verl.single_controller.base import Worker
-from verl.single_controller.base.decorator import Dispatch, register
 
-from tests.trainer.conftest import run_settings
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 
@@ -34,7 +31,8 @@ SEQUENCE, TENSOR = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", f"{ACT
 REF_SEQUENCE = "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size"
 CRITIC_SEQUENCE, CRITIC_TENSOR = "critic.fsdp.ulysses_sequence_parallel_size=2", "critic.fsdp.tensor_parallel_size=2"
 TWO, FOUR = (["trainer.n_gpus_per_node=2"], ["trainer.n_gpus_per_node=4"])
-RAY = ["trainer.backend=ray", "trainer.device=cpu"]
+RAY = ["trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=5"]
+RAY += ["ray_kwargs.ray_init.address=local"]  # and no cluster that is running here
 TWO_POOLS = [*FOUR, "placement.actor_devices=[0,1]", "placement.critic_devices=[2,3]"]
 THREE_POOLS = [*FOUR, "placement.actor_devices=[0,1]", "placement.critic_devices=[2]", "placement.ref_devices=[3]"]
 EXECUTORS = {
@@ -87,24 +85,17 @@ def execute(overrides: list[str], folder: Path, trainer_class: type) -> Run:
 
 
 @pytest.fixture(scope="module")
-def local_ray():
-    """A cluster of this module, which takes half a minute to start."""
-    ray = pytest.importorskip("ray")
-    ray.init(address="local", num_cpus=5, include_dashboard=False)
-    yield ray
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def run_of(tiny, tmp_path_factory, request):
+def run_of(tiny, tmp_path_factory):
     """(algorithm, executor) -> its Run, made once."""
+    from tests.trainer.conftest import run_settings
+
     made: dict[tuple[str, str], Run] = {}
 
     def run(algorithm: str, executor: str) -> Run:
         if (algorithm, executor) not in made:
             trainer_class = LocalPPOTrainer
             if executor.startswith("ray"):
-                request.getfixturevalue("local_ray")
+                pytest.importorskip("ray")
                 from verl.trainer.ray_trainer import RayPPOTrainer as trainer_class
             folder = tmp_path_factory.mktemp("run")
             overrides = [*run_settings(tiny, folder), *ALGORITHMS[algorithm], *EXECUTORS[executor]]
@@ -163,40 +154,3 @@ def test_the_weights_that_are_compared_have_moved(algorithm, run_of, tiny):
     before = load_file(tiny / "model" / "model.safetensors")
     after = run_of(algorithm, "one").weights["actor"]
     assert all((after[name] - before[name]).abs().max() > 1e-4 for name in before)
-
-
-# ---- worker groups of public verl, on the same cluster ---------------------------------------------------------------
-
-
-class Adder(Worker):
-    def __init__(self, start, step=1):
-        self.total, self.step = start + self.rank, step
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def add(self, times):
-        self.total += times * self.step
-        return self.total
-
-    def peek(self, more=0):
-        return self.total + more
-
-
-def test_a_group_of_public_verl_and_two_in_the_same_processes(local_ray):
-    from verl.single_controller.ray.base import create_colocated_worker_cls
-
-    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-
-    pool = RayResourcePool([2], use_gpu=False)
-    assert (pool.store, pool.world_size) == ([2], 2)
-    group = RayWorkerGroup(pool, RayClassWithInitArgs(local_ray.remote(Adder), 10, step=2), device_name="cpu")
-    assert group.add(3) == [16, 17] and group.execute_all_sync("peek", 1) == [17, 18]
-    assert group.execute_rank_zero_sync("peek", more=5) == 21
-    group.shutdown()
-    classes = {"one": RayClassWithInitArgs(Adder, 0), "ten": RayClassWithInitArgs(cls=Adder, start=0, step=10)}
-    both = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=create_colocated_worker_cls(class_dict=classes))
-    groups = both.spawn(prefix_set=classes.keys())
-    assert (groups["one"].add(2), groups["ten"].add(2)) == ([2, 3], [20, 21])
-    assert groups["one"].processes == groups["ten"].processes
-    both.shutdown()
-    with pytest.raises(TypeError, match="worker_names are not supported"):
-        RayWorkerGroup(pool, classes["one"], worker_names=["a"])

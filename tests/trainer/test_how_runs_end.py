@@ -17,7 +17,7 @@ RESUMES = "the same command resumes from run/global_step_2"
         ("auto", "run/global_step_2", "b=c d", "  python -m verl.trainer.main_ppo a=1 'b=c d'"),
         ("disable", "run/global_step_2", "b=c", "  python -m verl.trainer.main_ppo a=1 b=c trainer.resume_mode=auto"),
         ("auto", None, "b=c", RESUMES),
-        ("auto", "run/global_step_2", "trainer.worker_env.API_KEY=x", RESUMES),
+        ("auto", "run/global_step_2", "b=https://me:password@host/c", RESUMES),
     ],
 )
 def test_the_last_lines_are_the_cause_and_how_to_resume(mode, saved, word, last, monkeypatch):

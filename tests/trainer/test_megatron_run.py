@@ -15,8 +15,7 @@ if reason := skip_reason():
 from transformers import OlmoeConfig, Qwen2MoeConfig
 
 from examples.quickstart.make_tiny_vl_model import tiny_vl_model
-from examples.quickstart.tiny_model import tiny_model
-from tests.trainer.conftest import make_tiny, run_settings
+from tests.trainer.conftest import run_settings
 from verl import SFTTrainer
 from verl.trainer import main_ppo
 from verl.trainer.local_trainer import LocalPPOTrainer
@@ -33,14 +32,6 @@ def steps(settings: list[str], folder: Path, *keys: str) -> list[dict]:
     LocalPPOTrainer(overrides=[*settings, *common, *keys]).fit()
     (file,) = folder.rglob("metrics.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory) -> Path:
-    """As the fixture `tiny`, with a Mixtral of four experts."""
-    folder = make_tiny(tmp_path_factory.mktemp("mixture"))
-    tiny_model("mixtral", folder / "model")
-    return folder
 
 
 @pytest.mark.slow

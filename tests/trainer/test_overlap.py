@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer.runs import untimed
+from tests.trainer.runs import RAY, untimed
 from verl.dataflow import Pipeline
 from verl.dataflow.operator import depends
 from verl.trainer.ppo_trainer import PPOTrainer
@@ -65,10 +65,6 @@ def test_every_operator_names_the_processes_that_it_occupies(settings):
     expected |= {None: {"prompts", "repeat"}}
     operators = PPOTrainer(overrides=[*settings, *PPO]).pipeline.operators
     assert {op.name: op.on for op in operators} == {name: on for on, names in expected.items() for name in names}
-
-
-RAY = ["trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=4"]
-RAY += ["ray_kwargs.ray_init.address=local"]  # and no cluster that is running here
 
 
 @pytest.mark.slow

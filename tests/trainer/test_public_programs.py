@@ -11,6 +11,7 @@ from verl.experimental.dataset.sampler import AbstractCurriculumSampler  # noqa:
 from verl.experimental.reward_loop import migrate_legacy_reward_impl  # noqa: E402
 from verl.single_controller.base import Worker  # noqa: E402
 from verl.single_controller.base.decorator import Dispatch, register  # noqa: E402
+from verl.single_controller.ray.base import create_colocated_worker_cls  # noqa: E402
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role  # noqa: E402
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path  # noqa: E402
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker  # noqa: E402
@@ -18,7 +19,7 @@ from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker  # noq
 from tests.trainer.test_ray_waiting import ON_RAY  # noqa: E402
 from verl import DataProto  # noqa: E402
 from verl.data.order import CustomOrder  # noqa: E402
-from verl.single_controller.ray import RayWorkerGroup  # noqa: E402
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
 from verl.trainer.local_trainer import LocalPPOTrainer  # noqa: E402
 from verl.trainer.main_ppo import TaskRunner, run_ppo  # noqa: E402
 from verl.trainer.ppo.public import placement_of, with_workers  # noqa: E402
@@ -94,6 +95,40 @@ def test_the_program_of_a_recipe_runs(local_ray, settings, tmp_path):
     assert find_latest_ckpt_path(str(tmp_path / "run")) == str(tmp_path / "run" / "global_step_2")
 
 
+# ---- worker groups --------------------------------------------------------------------------------------------------
+
+
+class Adder(Worker):
+    def __init__(self, start, step=1):
+        self.total, self.step = start + self.rank, step
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def add(self, times):
+        self.total += times * self.step
+        return self.total
+
+    def peek(self, more=0):
+        return self.total + more
+
+
+@pytest.mark.slow  # the calls of a group on Ray are those of tests/single_controller/test_ray_group.py
+def test_a_group_of_public_verl_and_two_in_the_same_processes(local_ray):
+    pool = RayResourcePool([2], use_gpu=False)
+    assert (pool.store, pool.world_size) == ([2], 2)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Adder), 10, step=2), device_name="cpu")
+    assert group.add(3) == [16, 17] and group.execute_all_sync("peek", 1) == [17, 18]
+    assert group.execute_rank_zero_sync("peek", more=5) == 21
+    group.shutdown()
+    classes = {"one": RayClassWithInitArgs(Adder, 0), "ten": RayClassWithInitArgs(cls=Adder, start=0, step=10)}
+    both = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=create_colocated_worker_cls(class_dict=classes))
+    groups = both.spawn(prefix_set=classes.keys())
+    assert (groups["one"].add(2), groups["ten"].add(2)) == ([2, 3], [20, 21])
+    assert groups["one"].processes == groups["ten"].processes
+    both.shutdown()
+    with pytest.raises(TypeError, match="worker_names are not supported"):
+        RayWorkerGroup(pool, classes["one"], worker_names=["a"])
+
+
 def test_pools_become_the_placement():
     roles = {Role.ActorRollout: "train", Role.Critic: "value", Role.RefPolicy: "train"}
     two = ResourcePoolManager({"train": [2, 2], "value": [1, 1]}, roles)
@@ -114,10 +149,8 @@ def test_only_workers_that_a_run_can_use_are_accepted(settings):
     assert with_workers(specs, {Role.ActorRollout: ActorRolloutRefWorker, Role.Critic: CriticWorker}) == specs
     spec = with_workers(specs, {Role.ActorRollout: LoggingWorker})["actor"]
     assert spec.kwargs.keys() == {"config", "role"} and spec.attributes["settings"]["device"] == "auto"
-    with pytest.raises(
-        ValueError, match=r"expected a subclass of verl.workers.public.ActorRolloutRefWorker.*found Worker"
-    ):
-        with_workers(specs, {Role.ActorRollout: Worker})
+    with pytest.raises(ValueError, match=r"expected a subclass of verl.workers.public.ActorRolloutRefWorker.*Adder"):
+        with_workers(specs, {Role.ActorRollout: Adder})
     with pytest.raises(ValueError, match="no such worker"):
         with_workers(specs, {Role.Critic: type("MyCritic", (CriticWorker,), {})})
     with pytest.raises(TypeError, match="role_worker_mapping"):

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from examples.quickstart.tiny_model import tiny_model
+from tests.trainer.runs import RAY
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 COMPARED = ("critic/score/mean", "reward/rm_score_mean", "actor/entropy", "actor/pg_loss", "actor/grad_norm")
@@ -92,8 +93,7 @@ def test_several_processes_and_ray_give_the_scores_of_one(executor, judged):
         from verl.trainer.ray_trainer import RayPPOTrainer
 
         trainer_class = RayPPOTrainer
-        more += ["trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=3"]
-        more += ["ray_kwargs.ray_init.address=local"]
+        more += RAY
     expected, _ = run(judged)
     found, _ = run(judged, *more, trainer_class=trainer_class)
     for a, b in zip(found, expected, strict=True):

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from examples.quickstart.tiny_model import tiny_model
 from tests.trainer.conftest import run_settings
-from tests.trainer.runs import fit_reports
+from tests.trainer.runs import RAY, fit_reports
 from verl.config import ConfigError
 from verl.single_controller.worker_group import Future
 from verl.trainer.local_trainer import LocalPPOTrainer
@@ -28,8 +28,6 @@ CALCULATOR = [
     "data.max_response_length=40",
 ]
 GRPO = ["algorithm.name=grpo", "trainer.total_training_steps=2"]
-RAY = ["trainer.backend=ray", "trainer.device=cpu"]
-RAY += ["ray_kwargs.ray_init.num_cpus=5", "ray_kwargs.ray_init.address=local"]  # and no cluster that is running here
 EXECUTORS = {
     "one process": [],
     "two processes": ["trainer.n_gpus_per_node=2"],

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3MoeConfig
 
-from examples.quickstart.tiny_model import tiny_model
-from tests.trainer.conftest import make_tiny, run_settings
+from tests.trainer.conftest import run_settings
 from verl.config import ConfigError, load_config
 from verl.engines.expert_parallel import check_experts
 from verl.trainer import main_ppo
@@ -16,14 +15,6 @@ from verl.trainer.local_trainer import LocalPPOTrainer
 POLICY = "actor_rollout_ref."
 RECORDS = f"{POLICY}rollout.enable_rollout_routing_replay=true"
 R2, R3 = (f"{POLICY}actor.router_replay.mode={mode}" for mode in ("R2", "R3"))
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory) -> Path:
-    """As the fixture `tiny`, with a Mixtral of four experts."""
-    folder = make_tiny(tmp_path_factory.mktemp("mixture"))
-    tiny_model("mixtral", folder / "model")
-    return folder
 
 
 def run(folder: Path, out: Path, *more: str) -> list[dict]:

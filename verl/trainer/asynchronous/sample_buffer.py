@@ -37,7 +37,7 @@ from verl.trainer.guards.operator_watch import OperatorTimeout, thread_stacks
 from verl.trainer.output.metrics import group_rows
 from verl.trainer.ppo.canary import StaleWeightsError
 from verl.trainer.ppo.dynamic_sampling import PromptQueue
-from verl.trainer.ppo.operators import Prompts, check_failures, length_metrics
+from verl.trainer.ppo.operators import Prompts, check_failures, length_metrics, value_metrics
 
 _LOOK = 0.5  # seconds between two checks for signals and errors while the training loop waits
 _MAX_DROPS = 3  # how often one group may be generated with weights that are too old
@@ -390,11 +390,5 @@ def _shared(run: RunReports, share: float) -> RunReports:
 
 def _sample_metrics(batch: DataProto) -> dict[str, Any]:
     """Metrics of a step that the operators before the buffer reported of other sets of samples."""
-    metrics = length_metrics(batch)
-    for name, values in batch.non_tensor_batch.items():
-        if not name.startswith("reward_"):
-            continue
-        numbers = [v for v in values if v is not None]
-        if numbers and all(isinstance(v, bool | int | float | np.number) for v in numbers):
-            metrics[f"reward/{name.removeprefix('reward_')}"] = sum(map(float, numbers)), len(numbers)
-    return metrics
+    columns = {name: values for name, values in batch.non_tensor_batch.items() if name.startswith("reward_")}
+    return length_metrics(batch) | value_metrics({name.removeprefix("reward_"): columns[name] for name in columns})

@@ -10,6 +10,7 @@ import re
 
 from verl.config.fields import Schema
 from verl.single_controller.worker_group import NodeLost, WorkerDied, WorkerError, WorkerTimeout
+from verl.tracking.run_record import collected
 from verl.trainer.guards.base import RESTART, Action, Guard
 from verl.trainer.guards.operator_watch import OperatorTimeout
 from verl.trainer.view import RunView
@@ -58,14 +59,16 @@ class Restarts(Guard):
 
 
 def log_restart(view: RunView, error: BaseException) -> None:
-    """Log a restart, also into the record of the run that begins."""
-    trainer, first_line = view.config.trainer, str(error).partition("\n")[0]
-    message = "restart %d of %d after an error in step %d, from %s, with %d processes: %s"
-    source, processes = view.checkpointer.newest_of_run() or "the start", trainer.nnodes * trainer.n_gpus_per_node
-    values = view.restarts, trainer.max_restarts, view.attempted_step, source, processes, first_line
-    record = logger.makeRecord(logger.name, logging.WARNING, __file__, 0, message, values, None)
-    logger.handle(record)
-    view.run.warnings.append(record)  # the record of the run that ended has been closed
+    """Log a restart, also into the record of the run that begins: that of the run that ended has been closed."""
+    trainer = view.config.trainer
+    with collected(view.run.warnings):
+        logger.warning(
+            "restart %d of %d after an error in step %d, from %s, with %d processes: %s",
+            *(view.restarts, trainer.max_restarts, view.attempted_step),
+            view.checkpointer.newest_of_run() or "the start",
+            trainer.nnodes * trainer.n_gpus_per_node,
+            str(error).partition("\n")[0],
+        )
 
 
 def settings_for_devices_left(view: RunView, error: BaseException) -> Schema:

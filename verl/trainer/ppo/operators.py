@@ -206,6 +206,18 @@ def free_rollout_cache(roles: Roles) -> Callable[[DataProto], None]:
     return free
 
 
+def value_metrics(values: Mapping[str, Sequence[Any]]) -> dict[str, tuple[float, int]]:
+    """reward/<name> of the values that a reward function returned: sum and count of the numbers among them.
+
+    The mean over several passes then does not depend on which samples were in which pass.
+    """
+    numbers = {
+        name: [float(value) for value in column if isinstance(value, bool | int | float | np.number)]
+        for name, column in values.items()
+    }
+    return {f"reward/{name}": (sum(column), len(column)) for name, column in numbers.items() if column}
+
+
 @dataclass(eq=False, repr=False)
 class Reward:
     """Scores the responses with the reward manager.
@@ -235,15 +247,10 @@ class Reward:
             last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)  # response token of each row
             scores = torch.zeros_like(scores).scatter(1, last[:, None], sums[:, None])
             extra = {name: [values[i] for i in order] for name, values in extra.items()}
-        for name, values in extra.items():
-            # (sum, count), so that the mean over several passes does not depend on which samples were in which pass
-            numbers = [float(v) for v in values if isinstance(v, bool | int | float | np.number)]
-            if numbers:
-                metrics[f"reward/{name}"] = sum(numbers), len(numbers)
         return DataProto.from_dict(
             {"token_level_scores": scores, "token_level_rewards": scores},
             {f"reward_{name}": values for name, values in extra.items()},
-            {"metrics": metrics},
+            {"metrics": metrics | value_metrics(extra)},
         )
 
 
