@@ -40,7 +40,7 @@ def run(source: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]:
         image = {"image/png": base64.b64encode(data.getvalue()).decode()}
         outputs.append({"data": image, "metadata": {}, "output_type": "display_data"})
     plt.close("all")
-    if value is not None:
+    if value is not None and not source.rstrip().endswith(";"):
         data = {"text/plain": repr(value).splitlines(True)}
         outputs.append({"data": data, "execution_count": count, "metadata": {}, "output_type": "execute_result"})
     return outputs

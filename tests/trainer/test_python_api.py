@@ -423,6 +423,8 @@ def test_the_notebook_is_valid():
     assert book["nbformat"] == 4 and len({cell["id"] for cell in book["cells"]}) == len(book["cells"])
     imported = [node for cell in code_cells() for node in ast.walk(ast.parse(cell)) if isinstance(node, ast.ImportFrom)]
     assert {node.module for node in imported} >= {"verl", "verl.algorithms.advantages"}
+    outputs = [cell["outputs"] for cell in book["cells"] if cell["cell_type"] == "code"]
+    assert sum(map(bool, outputs)) >= 8 and "image/png" in str(outputs)  # scripts/notebook_outputs.py
 
 
 @pytest.mark.slow
