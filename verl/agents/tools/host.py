@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from verl.agents.tools.base_tool import BaseTool
 from verl.agents.tools.function_tool import FunctionTool
-from verl.agents.tools.load import load_interactions, load_tools
+from verl.agents.tools.load import Stopped, describe, load_interactions, load_tools
 from verl.agents.tools.schemas import ToolResponse, read_arguments, result_text
 from verl.registry import did_you_mean
 
@@ -72,20 +72,6 @@ class ToolRunner(Protocol):
 
     def close(self) -> None:
         """End all processes."""
-
-
-class Stopped(Exception):
-    """A SystemExit or KeyboardInterrupt of a function in a thread, which would end the executor."""
-
-
-def describe(error: BaseException) -> str:
-    """Type and message of an exception of user code."""
-    if isinstance(error, Stopped):
-        return str(error)
-    try:
-        return f"{type(error).__name__}: {error}"
-    except BaseException:  # the message is user code too
-        return type(error).__name__
 
 
 @dataclass(frozen=True)

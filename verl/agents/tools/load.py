@@ -131,6 +131,20 @@ def load_class(
     return cls
 
 
+class Stopped(Exception):
+    """A SystemExit or KeyboardInterrupt of a function in a thread, which would end the executor."""
+
+
+def describe(error: BaseException) -> str:
+    """Type and message of an exception of user code."""
+    if isinstance(error, Stopped):
+        return str(error)
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException:  # the message is user code too
+        return type(error).__name__
+
+
 @contextmanager
 def _code_of_user(location: str, name: str) -> Iterator[None]:
     """Turn what the code of a tool raises while it is imported or constructed into a ValueError with its line."""
@@ -139,8 +153,6 @@ def _code_of_user(location: str, name: str) -> Iterator[None]:
     except (ValueError, ImportError, SyntaxError):  # messages that are meant for users
         raise
     except (Exception, SystemExit) as error:
-        from verl.agents.tools.host import describe
-
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ValueError(f"{location}: {name} failed: {describe(error)} ({frame.filename}:{frame.lineno})") from error
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.agents.tools.function_tool import FunctionTool
-from verl.agents.tools.host import ToolFailure, ToolSettings, describe, late
-from verl.agents.tools.load import load_tools
+from verl.agents.tools.host import ToolFailure, ToolSettings, late
+from verl.agents.tools.load import describe, load_tools
 from verl.processes.child import EXIT_SECONDS, START_SECONDS, HelperProcess, describe_exit
 
 _GRACE_SECONDS = 1.0  # for a worker to report a timeout itself

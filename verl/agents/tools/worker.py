@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from verl.agents.tools.function_tool import FunctionTool
-from verl.agents.tools.host import ToolHost, describe
+from verl.agents.tools.host import ToolHost
+from verl.agents.tools.load import describe
 from verl.processes.child import Parent
 from verl.processes.streams import BoundedText
 from verl.utils.redaction import printable
