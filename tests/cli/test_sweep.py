@@ -104,7 +104,7 @@ def test_slurm_runs_the_trials_that_have_not_finished(folder):
 
 
 def test_trials_run_fail_and_continue(folder):
-    """Four trials of which one fails: the others are not repeated, and the table has all of them."""
+    """Two trials of which one fails: the other is not repeated, and the table has both."""
     tiny_model("llama", folder / "model", seed=0)
     rows = [json.dumps({"prompt": f"{word}=", "answer": word[::-1]}) for word in ("abc", "bcd", "cde", "def")]
     (folder / "train.jsonl").write_text("\n".join(rows))
@@ -112,15 +112,15 @@ def test_trials_run_fail_and_continue(folder):
         "model: {path: model}\ndata: {train_files: train.jsonl, train_batch_size: 4, max_length: 16}\n"
         "trainer: {total_training_steps: 2, save_at_end: false, logger: [jsonl], device: cpu}\n"
     )
-    file = write(folder, "command: sft\nconfig: run.yaml\ngrid: {optim.lr: [1e-3, 1e-5], trainer.seed: [1, 2]}\n")
+    file = write(folder, "command: sft\nconfig: run.yaml\ngrid: {optim.lr: [1e-3], trainer.seed: [1, 2]}\n")
     broken = folder / "sweeps/lr/lr=0.001_seed=2"
     broken.parent.mkdir(parents=True)
     broken.write_text("a file where the folder of the run should be")
     status, output = call(file, "--jobs", 2)
-    table = [line.split() for line in output.partition("best train/")[2].splitlines()[1:5]]
-    assert status == 1 and [row[-1] for row in table[:3]] == ["finished"] * 3, output
-    assert "failed: " in output and "lr=0.001: mean" not in output and "lr=1e-05: mean" in output
+    table = [line.split() for line in output.partition("best train/")[2].splitlines()[1:3]]
+    assert status == 1 and table[0][-1] == "finished", output
+    assert "failed: " in output and "lr=0.001: mean" not in output
     assert (folder / "sweeps/lr/sweep.png").stat().st_size > 1000
     broken.unlink()
     status, output = call(file)
-    assert status == 0 and "4 trials, 1 to run" in output and "lr=0.001: mean" in output
+    assert status == 0 and "2 trials, 1 to run" in output and "lr=0.001: mean" in output

@@ -20,7 +20,8 @@ def ops(path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "ranks"), [("local", 1), ("local", 2), pytest.param("ray", 2, marks=pytest.mark.slow)]
+    ("backend", "ranks"),
+    [("local", 1), pytest.param("local", 2, marks=pytest.mark.slow), pytest.param("ray", 2, marks=pytest.mark.slow)],
 )
 def test_named_steps_are_traced_in_every_process_and_nothing_else_changes(settings, tmp_path, backend, ranks):
     def run(folder: str, *more: str):
