@@ -43,7 +43,7 @@ from verl.processes.streams import print_printable
 logger = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 0.5  # between checks of the memory and the exit of a worker
-_MESSAGE_CALLS = 64  # that a worker receives in one message
+_MESSAGE_CALLS = 128  # that a worker receives in one message
 STOPPED_SECONDS = 10.0  # after which a worker that is stopped (SIGSTOP) is killed
 
 
@@ -339,8 +339,9 @@ class _Run:
     def _start(self, worker: _Worker) -> Iterator[tuple[int, Outcome]]:
         """Start the next pending calls on a worker; yield those that cannot be sent."""
         positions, jobs = [], []
-        # half of the worker's share of the rest, so that a slow call delays few others
-        count = max(1, min(_MESSAGE_CALLS, len(self._pending) // (2 * self._pool.size)))
+        # of several workers: half of the worker's share of the rest, so that a slow call delays few others
+        share = 2 * self._pool.size if self._pool.size > 1 else 1
+        count = max(1, min(_MESSAGE_CALLS, len(self._pending) // share))
         while self._pending and len(jobs) < count:
             position = self._pending.popleft()
             call = self._calls[position]
