@@ -109,7 +109,7 @@ _DENIED = re.compile(
     r"\b(?:not|cannot|incorrect|wrong|false|doubt|if|suppose|assum(?:e|ing)|unlikely|my first|is the)\b|n't\b",
     re.IGNORECASE,
 )
-_TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
+_TAG = re.compile(r"<(?i:answer)>((?:(?!</?(?i:answer)>).)*)</(?i:answer)>", re.DOTALL)
 _CLAUSE = re.compile(
     r"[.!?](?=\s|$|\*|\")|\n|[,\s]\s*(?:because|since|so that|which|where|given|not|but|rather than|"
     r"instead of|as (?=[a-z])|so(?=\s+\w))\b|,?\s+(?:hence|therefore|thus)\b|\s+—|\s-\s(?=[a-z])",
@@ -135,7 +135,8 @@ def last_match(pattern: re.Pattern, text: str, *begin_and_end: int) -> re.Match 
 def _last_mention(pattern: re.Pattern, text: str) -> re.Match | None:
     """The last match of `_ANSWER_LINE` or `_STATED`."""
     mention = _MENTION.search(text)
-    return last_match(pattern, text, text.rfind("\n", 0, mention.start()) + 1) if mention else None
+    # only blanks before a heading belong to a match, too
+    return last_match(pattern, text, len(text[: mention.start()].rstrip(" \t"))) if mention else None
 
 
 def tag(text: str) -> Answer | None:
