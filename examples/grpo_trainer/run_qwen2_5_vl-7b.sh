@@ -5,7 +5,7 @@
 #   python examples/data_preprocess/geo3k.py --hub hiyouga/geometry3k --save_dir data/geo3k
 #   MODEL=Qwen/Qwen2.5-VL-7B-Instruct DATA=data/geo3k bash examples/grpo_trainer/run_qwen2_5_vl-7b.sh [key=value ...]
 #
-# N_GPUS is the number of processes. rollout.name=vllm or sglang at the end of the line selects another engine.
+# N_GPUS is the number of processes. rollout.name=vllm at the end of the line selects another engine.
 # data.max_pixels limits the tokens of an image: Qwen2.5-VL has one for 28 x 28 pixels. Two steps with a tiny model on
 # a CPU:
 #

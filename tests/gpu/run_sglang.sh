@@ -1,7 +1,7 @@
 #!/bin/bash
 # `rollout.name=sglang` on one GPU, in bfloat16 and without CUDA graphs, in 6 minutes, 15 at most (kernels are compiled):
-# the contract of rollout engines, two GRPO steps at the shape of Qwen2.5-0.5B with random weights, two steps that push
-# LoRA adapters only, pushes, and the contract in the second model family with the seeds of SGLang's deterministic mode.
+# the contract of rollout engines, two GRPO steps at the shape of Qwen2.5-0.5B with random weights, two steps
+# with LoRA, pushes, and the contract in the second model family with the seeds of SGLang's deterministic mode.
 # The parts that say most come first.
 # Results go to $1 (a folder): a log per part, and results.json with versions, GPU and a row per part. $2: attention
 # backend (default: triton, which needs no kernels of SGLang's own).
@@ -36,7 +36,7 @@ steps() { # name, further settings
         trainer.val_before_train=false trainer.save_at_end=false trainer.resume_mode=disable "$@"
 }
 steps steps
-steps adapters actor_rollout_ref.model.lora_rank=16 actor_rollout_ref.actor.optim.lr=1e-3
+steps lora actor_rollout_ref.model.lora_rank=16 actor_rollout_ref.actor.optim.lr=1e-3
 VERL_CONTRACT_KWARGS=$plain part 300 pushes python3 -m pytest $options tests/rollout/test_sglang.py -k "scheduler_did_not_load or two_steps"
 VERL_CONTRACT_KWARGS=$seeded part 200 contract-llama python3 -m pytest $options tests/rollout/test_engine_contract.py -k sglang-llama
 
@@ -67,7 +67,7 @@ found = {
     "versions": versions,
     "parts": rows,
     "steps": steps("steps"),
-    "adapters": steps("adapters"),
+    "lora": steps("lora"),
 }
 print(json.dumps(found, indent=1))
 END

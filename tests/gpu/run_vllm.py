@@ -9,7 +9,7 @@ steps     three GRPO steps at the shape of Qwen2.5-0.5B with random weights, wit
           trainer's process, sharded over 2 GPUs, on a separate GPU, and FSDP2 on 2 GPUs with tensor parallelism 2.
 MoE       the same steps with a tiny Qwen3-MoE whose choices of experts the engine reports: compared with those of
           training (mismatch: the share of tokens with other experts), and replayed (R3). GPUs only.
-LoRA      the same steps with LoRA adapters, which the engine applies itself or gets merged into the weights.
+LoRA      the same steps with LoRA adapters, which are merged into the weights of every push.
 
 Every variant is a process with separate GPUs, several at a time; all end after --seconds. A variant of steps
 fails if the log-probs of sampled tokens differ from the trainer's by more than GAP on average. Prints the end of the

@@ -99,6 +99,7 @@ REFUSED = [
         for row in (
             ({"quantization": "fp8"}, "is not supported: trained weights cannot be loaded"),
             ({"enable_lora": True}, "is not supported: adapters are merged into the weights of every push"),
+            ({"max_lora_rank": 8}, "is not supported: adapters are merged into the weights of every push"),
             ({"enable_eplb": True}, "is not supported: trained weights are loaded into one copy"),
             ({"enable_return_routed_experts": True}, r"set rollout\.enable_rollout_routing_replay instead"),
         )

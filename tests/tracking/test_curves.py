@@ -48,6 +48,8 @@ def test_picture(metrics, tmp_path):
 def test_missing_metrics_are_errors(metrics, tmp_path):
     with pytest.raises(ValueError, match="has no 'actor/kl'; it has: actor/entropy, critic/score/mean, val-core"):
         save_curves(metrics, tmp_path / "x.png", keys=["actor/kl"])
+    with pytest.raises(ValueError, match=r"other\.jsonl does not exist"):
+        save_curves(metrics.with_name("other.jsonl"), tmp_path / "x.png")
     metrics.write_text('{"step": 1, "time": 0.0, "mine": 1.0}\n')
     with pytest.raises(ValueError, match="has nothing to plot"):
         save_curves(metrics, tmp_path / "x.png")

@@ -3,7 +3,7 @@
 - `masked`: masked sums, groups, loss aggregation, metrics that merge
 - `advantages`, `token_baselines`, `prime`: advantage estimators
 - `policy_losses`, `off_policy_losses`: policy losses
-- `kl`: KL, entropy, value and SFT losses; `distillation`: losses of a teacher; `preference`: SPPO
+- `kl`: KL, entropy, value and SFT losses; `distillation`: losses of a teacher; `preference`: preference losses, SPPO
 - `rollout_correction`: training-inference mismatch
 - `binding`: finds the arguments of a function by the names of its parameters
 - `core_algos`: the functions of public verl

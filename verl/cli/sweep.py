@@ -1,4 +1,4 @@
-"""`verl sweep`: one run per point of a grid, or per random sample of settings, and what came of them."""
+"""`verl sweep`: one run per point of a grid or random sample of settings, with a table and curves of the results."""
 
 import itertools
 import json

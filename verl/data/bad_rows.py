@@ -14,7 +14,8 @@ from typing import Any
 
 logger = logging.getLogger("verl.data")
 
-_LIST = "`verl data inspect` lists all of them"
+_LIST = "`verl data inspect` lists all of a file of prompts"
+_LISTED = 20  # bad rows whose reasons are in a message
 _DEEPEST = 200  # levels of nested lists and objects: libraries that copy or write rows are recursive
 
 
@@ -91,12 +92,12 @@ def usable_rows(
             bad[int(index)] = str(error)
             continue
         kept.append(index)
+    examples = "".join(f"\n  {reason}" for reason in itertools.islice(bad.values(), _LISTED))
     if len(bad) > limit:
-        examples = "".join(f"\n  {reason}" for reason in itertools.islice(bad.values(), 5))
         count = f"{len(bad)} of {len(indices)} rows"
         message = f"{count} cannot be used, more than data.max_bad_rows={limit}; {_LIST}; the first:{examples}"
         raise BadRowsError(message, bad)
     if bad:
-        text = "dropped %d of %d rows, which cannot be used; %s; the first: %s"
-        logger.warning(text, len(bad), len(indices), _LIST, next(iter(bad.values())))
+        text = "dropped %d of %d rows, which cannot be used; %s; the first:%s"
+        logger.warning(text, len(bad), len(indices), _LIST, examples)
     return kept, bad

@@ -169,6 +169,8 @@ class RowImage:
                 f"expected an image (PNG, JPEG, WebP, ...), found {len(data):,} bytes of another kind, which start "
                 f"with {data[:16]!r}: convert the file, or remove the row"
             ) from error
+        except Image.DecompressionBombError as error:
+            raise self._error(f"expected at most {MOST_PIXELS:,} pixels ({error}): store a smaller image") from error
         except Exception as error:  # as above
             raise self._damaged(error) from error
 

@@ -1,4 +1,4 @@
-"""AdamW, its learning-rate schedule and gradient clipping over parameters that may be sharded.
+"""AdamW, its learning-rate schedule, gradient clipping and stochastic rounding, of parameters that may be sharded.
 
 `AdamW8bit` keeps its moments in 8 bits with a scale for each block (Dettmers et al. 2022, arXiv 2110.02861): a quarter
 of the memory. A block is a section of a row, which FSDP does not cut, so a run resumes on any number of ranks.

@@ -1,4 +1,4 @@
-"""Rollout: engines that generate responses, and what synchronizes their weights. Names are loaded at first use."""
+"""Rollout: engines that generate responses. Names are loaded at first use."""
 
 from verl.utils.lazy import lazy_names
 

@@ -52,7 +52,7 @@ def check_not_deterministic(config: schema.RolloutEngineConfig) -> None:
 
 
 FREE_SHARE = 0.9  # of the free memory, for the engine
-#: arguments of both engines that are not supported -> the reason
+#: arguments of the engines that are not supported -> the reason
 NOT_SUPPORTED = {
     "quantization": "trained weights cannot be loaded into a quantized model",
     "pipeline_parallel_size": "use rollout.tensor_model_parallel_size",
@@ -60,7 +60,10 @@ NOT_SUPPORTED = {
     "enable_eplb": "trained weights are loaded into one copy of each expert",
     "skip_tokenizer_init": "prompts and responses are token ids",
     "load_format": "weights come from the trainer, or from model.path without training",
-    "enable_lora": "adapters are merged into the weights of every push",
+    **dict.fromkeys(
+        ("enable_lora", "max_lora_rank", "lora_target_modules", "max_loras", "max_cpu_loras", "lora_paths"),
+        "adapters are merged into the weights of every push",
+    ),
 }
 #: arguments that both adapters set -> the key that sets them
 OWNED = {

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.tracking.formatting import HEADLINES
-from verl.tracking.runs import RecordedRun, labels, open_run, read_metrics
+from verl.tracking.runs import RecordedRun, labels, read_about, read_metrics
 from verl.utils.redaction import printable
 
 __all__ = ["centred_mean", "moving_mean", "read_metrics", "robust_limits", "save_comparison", "save_curves"]
@@ -72,7 +72,9 @@ def save_curves(metrics_jsonl: str | Path, out_png: str | Path, keys: Sequence[s
     Raises:
         ValueError: if a key is not in the file, there is nothing to plot, or matplotlib is not installed.
     """
-    run = open_run(Path(metrics_jsonl).parent)
+    path = Path(metrics_jsonl)
+    run = RecordedRun(path.parent, read_about(path.parent))
+    run.__dict__["metrics"] = read_metrics(path)  # of a file with any name
     return _save([run], [""], out_png, keys, run.title if run.about else "")
 
 

@@ -7,9 +7,9 @@
     report.bytes, report.seconds    # rollout.weight_version is now `step`; at an error, the engine has no weights
 
 The methods (`rollout.weight_sync`) are `in_process`, `replica`, `reshard` and `collective`:
-docs/internals/weight_sync.md. Two mechanisms find wrong weights (`verify`): checksums in transit, in every push; after
-the first push and every `rollout.check_every` versions, a comparison of what the engine stores, with the canary of the
-trainer. `version` is the number of completed training steps, so that a resumed run reproduces it.
+docs/internals/weight_sync.md. Two mechanisms find wrong weights (`verify`): checksums of every push to other devices;
+after the first push and every `rollout.check_every` versions, a comparison of what the engine stores, with the canary
+of the trainer. `version` is the number of completed training steps, so that a resumed run reproduces it.
 """
 
 from verl.utils.lazy import lazy_names

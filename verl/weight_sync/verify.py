@@ -1,4 +1,4 @@
-"""Are the weights right? Checksums in transit in every push, and a comparison of what the engine stores in some.
+"""Are the weights right? Checksums of every push to other devices, and a comparison of what the engine stores in some.
 
 Checksums are computed on the device with one read per direction and no copy. The 64-bit words of a tensor fill rows of
 1,024 words. The sums of all rows and of all columns, modulo 2^64, are the same on every device. Changing a single word

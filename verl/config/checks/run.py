@@ -1,4 +1,4 @@
-"""Checks of the run and its models: names, checkpoints, rewards, templates, kernels and adapters."""
+"""Checks of the run and its models: names, checkpoints, rewards, templates, adapters and FP8."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
