@@ -171,10 +171,7 @@ class WorkerError(RuntimeError):
 
     @classmethod
     def from_exception(cls, error: BaseException, role: str, method: str, rank: int) -> "WorkerError":
-        """Convert an exception of this process to text, since the caller may not be able to import its class.
-
-        Secrets are replaced here: the caller may print the error anywhere.
-        """
+        """Convert an exception of this process to text without secrets: the caller may not have its class."""
         stack = error.__traceback__
         executor = (_PACKAGE_DIR, f"{_PACKAGE_DIR}/local", f"{_PACKAGE_DIR}/ray")
         while stack and stack.tb_next and os.path.dirname(stack.tb_frame.f_code.co_filename) in executor:

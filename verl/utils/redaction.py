@@ -192,10 +192,7 @@ def remember_settings(flat: Mapping[str, Any]) -> None:
 
 
 def secrets_of_settings() -> dict[str, str]:
-    """Secret -> what it is replaced by, of those in settings: for `learn_secrets` on other hosts.
-
-    Other variables of the environment are secrets of this host, which other hosts do not need.
-    """
+    """Secret -> what it is replaced by, of those in settings, which are sent to other hosts: for `learn_secrets`."""
     return _known | _secrets()[1][1]
 
 

@@ -141,10 +141,8 @@ class ProcessPool:
         atexit.register(self.stop)
         try:
             started.result()
-            secrets = secrets_of_settings()
-            # apart from the specs: what they are unpacked with may write and raise
-            packed = [pack((dict(specs), rank_env)) for rank_env in rank_envs]
-            messages = [(Kind.START, Parcel((secrets, start))) for start in packed]
+            secrets = secrets_of_settings()  # read before the specs are unpacked, which may write and raise
+            messages = [(Kind.START, Parcel((secrets, pack((dict(specs), rank_env))))) for rank_env in rank_envs]
             self._send_all("+".join(specs), "__init__", messages).get()
         except BaseException:
             self.stop()
