@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -118,6 +119,24 @@ class Failing(Worker):
         """This process and, when asked for, one that it starts."""
         child = subprocess.Popen(["sleep", "1000"]).pid if grandchild else 0
         return os.getpid(), child
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def print_and_log(self, text: str) -> str:
+        """What arrives where stdout and stderr of this process go."""
+        streams = (sys.stdout, sys.stderr)
+        with tempfile.TemporaryFile() as file:
+            kept = [os.dup(stream.fileno()) for stream in streams]
+            for stream in streams:
+                os.dup2(file.fileno(), stream.fileno())
+            for stream in streams:
+                print("printed", text, file=stream, flush=True)
+            logging.getLogger("verl.x").warning("logged %s", text)
+            for stream, descriptor in zip(streams, kept):
+                stream.flush()
+                os.dup2(descriptor, stream.fileno())
+                os.close(descriptor)
+            file.seek(0)
+            return file.read().decode()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def raise_on(self, rank: int, what: str) -> None:

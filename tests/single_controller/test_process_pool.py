@@ -27,11 +27,16 @@ from tests.single_controller.conftest import (
     wide,
 )
 from tests.waiting import gone
+from verl.config import load_config
 from verl.processes import fork_server
 from verl.processes.limits import Durations, Limits
 from verl.protocol import DataProto
 from verl.single_controller import LocalWorkerGroup, WorkerDied, WorkerError, WorkerTimeout, colocate, worker
 from verl.single_controller.local import process_pool
+from verl.utils import redaction
+from verl.utils.redaction import remember_arguments, secrets_of_settings
+
+SECRETS = "hunter-by-name hunter-of-workers hunter-of-a-judge hunter-by-shell"
 
 
 def server_pids() -> set[int]:
@@ -168,6 +173,30 @@ def test_an_exception_on_one_rank_stops_the_others(executor):
         assert open_files() == before
     group.shutdown()
     assert gone(pid0, 3.0) and gone(pid1, 3.0)
+
+
+def test_ranks_show_no_secrets_of_the_controller(executor, monkeypatch):
+    """Neither host of the ranks has the variables of the controller, nor its command line."""
+    monkeypatch.setattr(redaction, "_known", {})
+    monkeypatch.setattr(redaction, "_expressions", {})
+    monkeypatch.delenv("VERL_INTERPOLATED_VARIABLES", raising=False)
+    monkeypatch.setenv("SERVICE_TOKEN", "hunter-by-shell")
+    with monkeypatch.context() as patch:
+        patch.setenv("JUDGE", "hunter-by-name")
+        load_config(None, ["trainer.project_name=${oc.env:JUDGE}", "trainer.worker_env.X=hunter-of-workers"])
+        remember_arguments(["reward.reward_kwargs.judge_password=hunter-of-a-judge", "trainer.notes=a-hunter-by-shell"])
+        known = secrets_of_settings()
+    monkeypatch.delenv("SERVICE_TOKEN")
+    monkeypatch.setattr(process_pool, "secrets_of_settings", lambda: known)
+    if executor == "ray":
+        monkeypatch.setattr("verl.single_controller.ray.actor_pool.secrets_of_settings", lambda: known)
+    expected = "${oc.env:JUDGE} <not saved> <not saved> <not saved>"
+    with start(executor, "Failing", "ref") as group:
+        for text in group.print_and_log(SECRETS):
+            assert text.count(expected) == 3 and "hunter" not in text and text.count("printed") == 2
+        with pytest.raises(WorkerError) as caught:
+            group.raise_on(1, SECRETS)
+        assert caught.value.message == f"FileNotFoundError: no file {expected}" and "hunter" not in str(caught.value)
 
 
 def test_a_killed_process_is_reported_before_the_errors_it_causes(executor):

@@ -11,7 +11,9 @@ from verl.single_controller import WorkerError, WorkerSpec
 from verl.single_controller.dispatch import Call
 from verl.single_controller.local.transport import Kind, Parcel, call_parcel, load_result, receive
 from verl.single_controller.local.worker_main import WorkerHost
+from verl.single_controller.remote_batch import pack
 from verl.single_controller.worker import RankEnv
+from verl.utils import redaction
 
 
 @pytest.fixture
@@ -19,12 +21,14 @@ def ask(monkeypatch):
     """A function that sends one message and returns the kind and content of the reply."""
     monkeypatch.setenv("RANK", "3")
     ours, theirs = Channel.pair()
+    secrets = {"hunter-from-controller": "${oc.env:IT}"}
+    monkeypatch.setattr(redaction, "_known", {})
     loop = threading.Thread(target=WorkerHost().serve, args=(theirs,))
     loop.start()
 
     def ask(kind: Kind, content) -> tuple:
         if kind is Kind.START:
-            Parcel(content).send(ours, kind, 5)
+            Parcel((secrets, pack(content))).send(ours, kind, 5)
         else:
             role, method, *args = content
             call_parcel(role, method, Call(tuple(args))).send(ours, kind, 5)
@@ -74,3 +78,19 @@ def test_a_worker_that_cannot_be_constructed_is_named(ask):
     assert (error.role, error.method) == ("actor", "__init__") and "no such model" in error.message
     error = failure(ask(Kind.START, ({"actor": WorkerSpec(("no/such/file.py", "Echo"))}, RankEnv())))
     assert "no file 'no/such/file.py'" in error.message
+
+
+class Unloadable:
+    """Raises an error with the text where it is unpickled."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __reduce__(self):
+        return int, (self.text,)
+
+
+def test_secrets_are_known_before_the_arguments_of_workers_are_unpickled(ask):
+    specs = {"actor": spec("Echo", tp=Unloadable("hunter-from-controller"))}
+    error = failure(ask(Kind.START, (specs, RankEnv())))
+    assert "'${oc.env:IT}'" in error.message and "hunter" not in str(error)

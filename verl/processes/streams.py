@@ -1,13 +1,14 @@
 """stdout and stderr that cannot write: another encoding, a reader that has ended, closed files."""
 
 import contextlib
+import functools
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from verl.utils.redaction import printable
+from verl.utils.redaction import console_text, redact_text
 
 
 class OutputError(Exception):
@@ -137,14 +138,26 @@ def stop_writing(stream: Any) -> None:
 
 
 def print_printable(text: str) -> None:
-    """Print a text of the data or of custom code: control characters escaped, and no error if stdout cannot be written,
-    which must not end a run."""
+    """Print a text of the data or of custom code: without secrets, control characters escaped, and no error if stdout
+    cannot be written, which must not end a run."""
     try:
-        print(printable(text), end="")
+        print(console_text(text), end="")
     except BrokenPipeError:
         stop_writing(sys.stdout)
     except (OSError, ValueError, OutputError):
         drop_pending(sys.stdout)
+
+
+def redact_output() -> None:
+    """Replace secrets in each text that code of this process writes to stdout or stderr: in processes of the library
+    that run code of the user. Bytes, and what programs write that it starts, stay as they are."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.write = functools.partial(_write_redacted, stream.write)
+
+
+def _write_redacted(write: Callable[[str], int], text: str) -> int:
+    write(redact_text(text))
+    return len(text)
 
 
 class BoundedText(io.TextIOBase):

@@ -30,6 +30,7 @@ from verl.processes.limits import Durations, Elapsed
 from verl.registry import did_you_mean
 from verl.single_controller.dispatch import Call, Dispatch, Layout, Registered, registered_methods
 from verl.single_controller.worker import Worker
+from verl.utils.redaction import redact_text
 
 # ---- the rank that a call waits for ---------------------------------------------------------------------------------
 
@@ -170,13 +171,13 @@ class WorkerError(RuntimeError):
 
     @classmethod
     def from_exception(cls, error: BaseException, role: str, method: str, rank: int) -> "WorkerError":
-        """Convert an exception of this process to text, since the caller may not be able to import its class."""
+        """Convert an exception of this process to text without secrets: the caller may not have its class."""
         stack = error.__traceback__
         executor = (_PACKAGE_DIR, f"{_PACKAGE_DIR}/local", f"{_PACKAGE_DIR}/ray")
         while stack and stack.tb_next and os.path.dirname(stack.tb_frame.f_code.co_filename) in executor:
             stack = stack.tb_next  # show the worker's code, not the executor's
-        text = "".join(traceback.format_exception(type(error), error, stack))
-        return cls(f"{type(error).__name__}: {error}", role, method, rank, traceback=text)
+        text = redact_text("".join(traceback.format_exception(type(error), error, stack)))
+        return cls(redact_text(f"{type(error).__name__}: {error}"), role, method, rank, traceback=text)
 
     def __str__(self) -> str:
         headline = f"{self.role}.{self.method}() on rank {self.rank} ({self.host}): {self.message}"

@@ -48,7 +48,8 @@ _SHORTEST = 8
 #: environment variable with the names of the variables that settings have read; child processes inherit it
 _INTERPOLATED = "VERL_INTERPOLATED_VARIABLES"
 
-_known: set[str] = set()
+#: secret -> what it is replaced by
+_known: dict[str, str] = {}
 #: (key, value) of settings that are read from the environment -> as they were written
 _expressions: dict[tuple[str, str], str] = {}
 Replacements = tuple[re.Pattern[str], dict[str, str]]
@@ -150,7 +151,7 @@ def remember_secrets(values: Mapping[str, Any], include_all: bool = False) -> No
         # a folder that exists, such as HF_HOME, is part of other paths
         if is_secret_name(name.rpartition(".")[2]) or (include_all and not os.path.exists(str(value)))
     )
-    _known.update(value for value in secrets if len(value) >= _SHORTEST and value != REDACTED)
+    _known.update((value, REDACTED) for value in secrets if len(value) >= _SHORTEST and value != REDACTED)
 
 
 def remember_variable(name: str) -> None:
@@ -177,6 +178,8 @@ def remember_arguments(arguments: Iterable[str]) -> None:
         key, _, value = argument.lstrip("-+").partition("=")
         in_environment = any(f".{name}." in f".{key}" for name in _ENVIRONMENTS)
         remember_secrets({key: value.strip("'\"")}, include_all=in_environment)
+        # the shell has inserted a variable: `key=$TOKEN`
+        _known.update((secret, text) for secret, text in _secrets()[0][1].items() if secret in argument)
 
 
 def remember_settings(flat: Mapping[str, Any]) -> None:
@@ -186,6 +189,16 @@ def remember_settings(flat: Mapping[str, Any]) -> None:
             in_environment = str(key).rpartition(".")[2] in _ENVIRONMENTS
             remember_secrets({str(k): v for k, v in value.items() if isinstance(v, str)}, include_all=in_environment)
             remember_settings({} if in_environment else value)
+
+
+def secrets_of_settings() -> dict[str, str]:
+    """Secret -> what it is replaced by, of those in settings, which are sent to other hosts: for `learn_secrets`."""
+    return _known | _secrets()[1][1]
+
+
+def learn_secrets(secrets: Mapping[str, str]) -> None:
+    """Replace the `secrets_of_settings` of the controller, whose environment and command line this process lacks."""
+    _known.update(secrets)
 
 
 def redact_text(text: str) -> str:
@@ -211,7 +224,7 @@ def _secrets() -> tuple[Replacements, Replacements]:
         before = dict(environment)
         variables = {os.fsdecode(name): os.fsdecode(value) for name, value in before.items()}
         long = {name: value for name, value in variables.items() if len(value) >= _SHORTEST}
-        values = dict.fromkeys([*_known, *(value for name, value in long.items() if is_secret_name(name))], REDACTED)
+        values = dict.fromkeys((value for name, value in long.items() if is_secret_name(name)), REDACTED) | _known
         names = variables.get(_INTERPOLATED, "").split()
         read = {long[name]: f"${{oc.env:{name}}}" for name in names if name in long and not _is_path(long[name])}
         _read = before, len(_known), _replacements(values | read), _replacements(read)

@@ -19,7 +19,7 @@ from verl.agents.tools.host import ToolHost
 from verl.agents.tools.load import describe
 from verl.processes.child import Parent
 from verl.processes.streams import BoundedText
-from verl.utils.redaction import printable
+from verl.utils.redaction import console_text
 
 OUTPUT_CHARACTERS = 1 << 16  # of a worker; the rest is dropped
 
@@ -33,7 +33,7 @@ class _Output(BoundedText):
 
     def keep(self, text: str) -> None:
         note = "" if self.remaining else "\n[further output of this tool process is dropped]\n"
-        self._stream.write(printable(text) + note)
+        self._stream.write(console_text(text) + note)
         self._stream.flush()
 
 

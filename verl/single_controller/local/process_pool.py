@@ -35,6 +35,7 @@ from verl.processes.limits import Durations, Limits
 from verl.single_controller.cluster import visible_devices
 from verl.single_controller.dispatch import Call
 from verl.single_controller.local.transport import Kind, Message, Parcel, call_parcel, load_result, receive
+from verl.single_controller.remote_batch import pack
 from verl.single_controller.worker import RankEnv, WorkerSpec, free_port
 from verl.single_controller.worker_group import (
     CallWatch,
@@ -48,7 +49,7 @@ from verl.single_controller.worker_group import (
     timeout_error,
 )
 from verl.utils import log
-from verl.utils.redaction import printable
+from verl.utils.redaction import console_text, secrets_of_settings
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +141,8 @@ class ProcessPool:
         atexit.register(self.stop)
         try:
             started.result()
-            messages = [(Kind.START, Parcel((dict(specs), rank_env))) for rank_env in rank_envs]
+            secrets = secrets_of_settings()  # read before the specs are unpacked, which may write and raise
+            messages = [(Kind.START, Parcel((secrets, pack((dict(specs), rank_env))))) for rank_env in rank_envs]
             self._send_all("+".join(specs), "__init__", messages).get()
         except BaseException:
             self.stop()
@@ -373,7 +375,7 @@ def _relay_output() -> list[int]:
 def _print_lines(reader: int) -> None:
     with open(reader, encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            log.console().print(Text(printable(Text.from_ansi(line.rstrip("\n")).plain)), soft_wrap=True)
+            log.console().print(Text(console_text(Text.from_ansi(line.rstrip("\n")).plain)), soft_wrap=True)
 
 
 def _environment(rank_env: RankEnv, devices: Sequence[int] | None, env: Mapping[str, str]) -> dict[str, str]:

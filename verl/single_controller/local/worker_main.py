@@ -16,12 +16,14 @@ from typing import Any
 from torch.profiler import record_function
 
 from verl.processes.child import Channel, start_reports
+from verl.processes.streams import redact_output
 from verl.single_controller.dispatch import Call
 from verl.single_controller.local.transport import Kind, Message, Parcel, receive, unpack_call
-from verl.single_controller.remote_batch import pack_result
+from verl.single_controller.remote_batch import loads, pack_result
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import WorkerError
 from verl.utils.log import setup_worker_logging
+from verl.utils.redaction import learn_secrets
 
 
 def ignore_interruptions() -> None:
@@ -55,7 +57,9 @@ class WorkerHost:
             return Kind.FAILURE, (time.monotonic(), WorkerError.from_exception(error, *self._current_call, self.rank))
 
     def _start(self, message: Message) -> None:
-        specs, rank_env = message.load()
+        secrets, packed = message.load()
+        learn_secrets(secrets)
+        specs, rank_env = loads(*packed)
         for role, spec in specs.items():
             self._current_call = (role, "__init__")
             self.workers[role] = spec.build(rank_env)
@@ -96,6 +100,7 @@ def main() -> None:
     # group of this process: it works while this process is stuck in C code, or is killed together with its parent.
     watchdog = subprocess.Popen(["/bin/sh", "-c", "trap '' INT TERM; read line; kill -KILL 0"], stdin=lifeline)
     start_reports(reports)
+    redact_output()
     host = WorkerHost()
     setup_worker_logging(host.rank)
     host.serve(Channel(channel))

@@ -44,6 +44,7 @@ from verl.single_controller.worker_group import (
     first_error,
     timeout_error,
 )
+from verl.utils.redaction import secrets_of_settings
 
 logger = logging.getLogger("verl.single_controller")
 
@@ -380,7 +381,7 @@ def _create_actors(
                 num_gpus=int(use_gpu),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node),
                 runtime_env={"env_vars": env},
-            ).remote()
+            ).remote(secrets_of_settings())
             ranks.append(_Rank(len(ranks), actor))
     return ranks
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import ray
 from torch.profiler import record_function
 
+from verl.processes.streams import redact_output
 from verl.single_controller.dispatch import Call
 from verl.single_controller.remote_batch import Columns, Packed, load_call, pack_result
 from verl.single_controller.worker import RankEnv, Worker, WorkerSpec, free_port
 from verl.single_controller.worker_group import WorkerError
 from verl.utils.log import setup_worker_logging
+from verl.utils.redaction import learn_secrets
 from verl.utils.rendezvous import bypass_proxies
 
 Reply = tuple[bool, tuple[Packed, ray.ObjectRef | None] | WorkerError | None, float, float]
@@ -48,9 +50,14 @@ class RankActor:
 
     Ray runs two groups of methods concurrently, one thread each: the calls of workers, and reporting what the first
     thread is doing ("control").
+
+    Args:
+        secrets: Those of the controller's settings, which no log and no error of this process may show.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, secrets: Mapping[str, str]) -> None:
+        learn_secrets(secrets)
+        redact_output()
         self._workers: dict[str, Worker] = {}
         self._rank = 0
         self._running_since: float | None = None
