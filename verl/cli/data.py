@@ -117,7 +117,7 @@ def _test(config: Any, rows: Any) -> list[str]:
 
     for address in config.imports:
         import_module(address)
-    manager, names, bad, tried = load_rewards(config, None), reward_columns(rows, config.data), [], set()
+    manager, names, bad, tried = load_rewards(config, None), reward_columns(rows, config.data.prompt_key), [], set()
     for index, row in enumerate(rows):
         location, key = rows.location(index), config.data.reward_fn_key
         try:

@@ -49,12 +49,12 @@ def find_columns(rows: Rows, config: schema.DataConfig) -> schema.DataConfig:
     return config
 
 
-def reward_columns(rows: Rows, config: schema.DataConfig, media: Sequence[str] = ()) -> list[str]:
+def reward_columns(rows: Rows, prompt_key: str, media: Sequence[str] = ()) -> list[str]:
     """The columns that reward functions receive in `extra_info`: all, except those with a place of their own.
 
     media: columns with images and videos, which are read.
     """
-    read = {*media, config.prompt_key, "data_source", "reward_model", *EXTRA_INFO}
+    read = {*media, prompt_key, "data_source", "reward_model", *EXTRA_INFO}
     return [name for name in rows.columns if name not in read]
 
 

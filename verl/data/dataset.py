@@ -13,7 +13,9 @@ from torch.utils.data import Dataset
 
 from verl.config.fields import Schema, Section
 from verl.config.load import load_section
+from verl.config.schema.data import DataConfig
 from verl.data.bad_rows import usable_rows
+from verl.data.columns import data_source, extra_info_column, other_columns, reward_columns, reward_info, reward_model
 from verl.data.files import Rows, file_list, rows_digest, rows_in_memory
 from verl.data.forms import as_messages, read_prompt_column
 from verl.data.media import MediaPrompt, MediaReader, media_columns, prompt_texts, rows_to_decode
@@ -147,6 +149,27 @@ class PromptDataset(TokenizedDataset):
             return media_prompt
         prompt = read_prompt(messages, self.config.prompt_format, self._has_template(), location)
         return with_settings(prompt, row, location, self.tools)
+
+    def _read_columns(self, rows: Rows) -> None:
+        """Set the names of the columns that `_item` reads."""
+        self._extra_info = extra_info_column(rows)
+        media = media_columns(self.config) if self.media else ()
+        self._reward_columns = reward_columns(rows, self.prompt_key, media)
+        self._other_columns = other_columns(rows, self._reward_columns)
+
+    def _item(self, rows: Rows, index: int, token_ids: list[int], keys: DataConfig) -> dict[str, Any]:
+        """The columns of a row for the rollout and the reward."""
+        row, prompt = rows[index], self._prompt(rows[index], rows, index)
+        fields = {name: row[name] for name in self._other_columns} | {
+            "prompt_ids": token_ids,
+            "data_source": data_source(row, rows, index, keys.reward_fn_key),
+            "ability": row.get("ability") or "",
+            "reward_model": reward_model(row, rows.location(index), keys.ground_truth_key),
+            "extra_info": reward_info(row, self._reward_columns, self._extra_info),
+            "index": rows.number(index),
+            "raw_prompt": prompt.messages if isinstance(prompt, MediaPrompt) else prompt,
+        }
+        return fields if self.media is None else fields | self.media.columns(prompt, token_ids)
 
     def _encode(self, prompts: list[Prompt], location: Callable[[int], str]) -> list[Encoded]:
         media = {i: self.media.token_ids(p) for i, p in enumerate(prompts) if isinstance(p, MediaPrompt)}

@@ -16,20 +16,11 @@ from verl.agents.tools.load import tool_schemas
 from verl.config import schema
 from verl.config.public.upstream import upstream_defaults
 from verl.data.bad_rows import check_values
-from verl.data.columns import (
-    NO_TRUTH,
-    data_source,
-    extra_info_column,
-    find_columns,
-    other_columns,
-    reward_columns,
-    reward_info,
-    reward_model,
-)
+from verl.data.columns import NO_TRUTH, data_source, find_columns, reward_model
 from verl.data.dataset import DatasetConfig, Prompt, PromptDataset, describe_overlong, rows_to_use
 from verl.data.files import Rows, read_rows
 from verl.data.images import FEWER_IMAGE_TOKENS
-from verl.data.media import MediaPrompt, media_columns
+from verl.data.media import MediaPrompt
 from verl.data.readers import RowTable
 from verl.data.tokenization import TokenTable, refuse_media, truncate
 from verl.registry import load_object
@@ -111,9 +102,7 @@ class RLHFDataset(PromptDataset):
         rows = dataframe if isinstance(dataframe, Rows) else Rows([RowTable(dataframe)])
         self.config = find_columns(rows, self.config)
         self.prompt_key = self.config.prompt_key
-        self._extra_info = extra_info_column(rows)
-        self._reward_columns = reward_columns(rows, self.config, media_columns(self.config) if self.media else ())
-        self._other_columns = other_columns(rows, self._reward_columns)
+        self._read_columns(rows)
         self._prompt_ids = TokenTable()
         self._sources: dict[str, int] = {}  # name -> its number
         self._source_of_row = np.zeros(len(rows), dtype=np.int32)
@@ -137,18 +126,7 @@ class RLHFDataset(PromptDataset):
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         self._ensure_tokenized()
-        row, location = self.dataframe[item], self.dataframe.location(item)
-        prompt = self._prompt(row, self.dataframe, item)
-        fields = {name: row[name] for name in self._other_columns} | {
-            "prompt_ids": self._prompt_ids[item],
-            "data_source": data_source(row, self.dataframe, item, self.config.reward_fn_key),
-            "ability": row.get("ability") or "",
-            "reward_model": reward_model(row, location, self.config.ground_truth_key),
-            "extra_info": reward_info(row, self._reward_columns, self._extra_info),
-            "index": self.dataframe.number(item),
-            "raw_prompt": prompt.messages if isinstance(prompt, MediaPrompt) else prompt,
-        }
-        return fields if self.media is None else fields | self.media.columns(prompt, fields["prompt_ids"])
+        return self._item(self.dataframe, item, self._prompt_ids[item], self.config)
 
     def items_by_source(self) -> dict[str, np.ndarray]:
         """The items of each data source, by which their reward is selected."""

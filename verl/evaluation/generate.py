@@ -5,10 +5,13 @@ and its output equals that of an uninterrupted run.
 """
 
 import hashlib
+import json
 import logging
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +23,15 @@ from verl.data.tokenization import load_tokenizer
 from verl.dataflow import DataFlow, Operator
 from verl.evaluation.prompts import PromptSet, Responses, SavedResponses, check_output, write_output
 from verl.protocol import DataProto
+from verl.rewards.responses import token_masks
 from verl.rollout.request import stop_strings
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
 from verl.tracking.formatting import format_clock
+from verl.trainer.checks.agents import check_tools_in_prompts
 from verl.trainer.checks.models import ModelLimits
 from verl.trainer.checks.preflight import CONFIG, Recipe, Settings, open_run, run_checks
 from verl.trainer.guards.interruption import Stopped
-from verl.trainer.ppo.operators import repeat
+from verl.trainer.ppo.operators import GENERATED, generate, repeat
 from verl.trainer.startup.command_line import print_error
 from verl.trainer.startup.inputs import stop_token_ids
 from verl.utils.device import resolve_device, resolve_dtype
@@ -45,9 +50,6 @@ _IRRELEVANT_SETTINGS = (
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
 )
-
-#: columns of a prompt that a rollout reads
-_PROMPT = ("prompt_ids", "uid", "sample_index", "raw_prompt_ids", "multi_modal_data", "multi_modal_inputs")
 
 
 class GenerationRun:
@@ -83,6 +85,7 @@ class GenerationRun:
         processor = load_processor(model, self.tokenizer)
         note_unused_media_keys(data, processor)
         self.prompts = PromptSet(self.config, self.tokenizer, processor)
+        check_tools_in_prompts(self.config, self.tokenizer)
         prompt_ids, limits = self.prompts.prompt_ids, ModelLimits.from_config(model)
         limits.check_vocabulary(self.tokenizer, prompt_ids.largest)
         limits.check_engine(rollout)
@@ -113,6 +116,10 @@ class GenerationRun:
     def settings(self) -> dict[str, Any]:
         """Return everything the responses depend on: settings, contents of the files, token ids, model files."""
         kept = {key: value for key, value in to_flat_dict(self.config).items() if key not in _IRRELEVANT_SETTINGS}
+        loops = {key: kept.pop(key) for key in [*kept] if key.startswith(("rollout.agent.", "rollout.multi_turn."))}
+        if self.prompts.uses_loops or self.prompts.tools:
+            files = {key: path for key, path in loops.items() if key.endswith("_path") and Path(str(path)).is_file()}
+            kept |= loops | {f"{key} (contents)": [_checksum(path)] for key, path in files.items()}
         return kept | {
             "rollout.dtype": str(self.dtype).removeprefix("torch."),
             "data.path (contents)": [_checksum(path) for path in self.config.data.path],
@@ -131,32 +138,35 @@ class GenerationRun:
             indices = next(remaining)
             return DataProto.from_dict(non_tensors=self.prompts.columns(indices), meta_info={"prompts": indices})
 
-        def gen(batch: DataProto) -> DataProto:
-            names = [name for name in _PROMPT if name in batch]
-            return self.roles["rollout"].generate_responses(batch.select([], names, []))
-
-        def decode(batch: DataProto) -> DataProto:
-            # without special tokens, as for reward functions in training
-            ids = [row.tolist() for row in batch.non_tensor_batch["response_ids"]]
-            return DataProto.from_dict(non_tensors={"response": decode_all(self.tokenizer, ids)})
-
         def write(batch: DataProto) -> None:
-            texts, ids, reasons = (
-                batch.non_tensor_batch[name] for name in ("response", "response_ids", "finish_reason")
-            )
+            rows = list(zip(batch.batch["responses"], *token_masks(batch)))
+            ids = [tokens[present].tolist() for tokens, present, _ in rows]
+            sampled = [mask[present].tolist() for _, present, mask in rows]
+            # without special tokens, as for reward functions in training
+            values = [decode_all(self.tokenizer, ids), list(map(sum, sampled)), list(batch.column("finish_reason"))]
+            if self.prompts.uses_loops:
+                values.append(list(map(self._turns, ids, sampled)))
+                values.append(list(map(reward_info_json, batch.column("trajectory_info"), ids)))
             groups = [slice(start, start + saved.n) for start in range(0, len(batch), saved.n)]
-            responses = [Responses(list(texts[g]), [len(row) for row in ids[g]], list(reasons[g])) for g in groups]
-            saved.append(batch.meta_info["prompts"], responses)
+            saved.append(batch.meta_info["prompts"], [Responses(*(each[group] for each in values)) for group in groups])
 
+        # sampled as in training
+        gen = generate(self.roles, {}, all_columns=self.prompts.uses_loops)
         return DataFlow(
             [
                 Operator("prompts", prompts, writes=("prompt_ids", "uid")),
                 Operator("repeat", repeat(saved.n)),
-                Operator("gen", gen, reads=("prompt_ids", "uid"), writes=("response_ids", "finish_reason")),
-                Operator("decode", decode, reads=("response_ids",), writes=("response",)),
-                Operator("write", write, reads=("response", "response_ids", "finish_reason")),
+                Operator("gen", gen, reads=("prompt_ids", "uid"), writes=GENERATED),
+                Operator("write", write, reads=GENERATED),
             ]
         )
+
+    def _turns(self, token_ids: list[int], mask: list[bool]) -> list[dict[str, Any]]:
+        """The turns of a response as text: consecutive tokens that the policy sampled, or that it did not."""
+        runs = [(key, [i for i, _ in run]) for key, run in groupby(zip(token_ids, mask), key=itemgetter(1))]
+        texts = decode_all(self.tokenizer, [ids for _, ids in runs])
+        roles = ["assistant" if is_sampled else "observation" for is_sampled, _ in runs]
+        return [{"role": r, "content": text, "tokens": len(ids)} for r, text, (_, ids) in zip(roles, texts, runs)]
 
     def init_workers(self) -> None:
         """Start the worker group that generates, which loads the model."""
@@ -170,6 +180,7 @@ class GenerationRun:
                 "pad_token_id": self.tokenizer.pad_token_id,
                 "stop_token_ids": stop_token_ids(config.model.path, self.tokenizer),
                 "stop": stop_strings(config.rollout.stop, self.tokenizer),
+                "tokenizer": self.tokenizer,  # for agent loops
             },
             imports=tuple(config.imports),
         )
@@ -192,7 +203,7 @@ class GenerationRun:
             "cut": reasons.count("length"),
         }
         self.saved.finish(counts)
-        write_output(self.prompts, [item.responses for item in responses], self.output)
+        write_output(self.prompts, responses, self.output)
         self.saved.path.unlink()
         logger.info(
             "wrote %s: %s prompts x %d = %s responses, %.1f tokens on average, %.1f %% truncated at "
@@ -221,7 +232,7 @@ class GenerationRun:
             for prompts in batches:
                 batch = pipeline.run()
                 done += len(prompts)
-                tokens += sum(map(len, batch.non_tensor_batch["response_ids"]))
+                tokens += int(batch.batch["response_mask"].sum())
                 seconds = time.monotonic() - start
                 logger.info(
                     "generated %s of %s prompts, %.0f tokens/s, ETA %s",
@@ -235,6 +246,14 @@ class GenerationRun:
             raise
         finally:
             self.roles["rollout"].shutdown()
+
+
+def reward_info_json(info: Mapping[str, Any], response_ids: Sequence[int]) -> str:
+    """What the reward function of training gets in extra_info of a response by an agent loop."""
+    try:
+        return json.dumps(info | {"response_length": len(response_ids)}, default=float)  # NumPy numbers
+    except TypeError as error:
+        raise ValueError(f"trajectory_info of an agent loop: expected values of JSON, found {info!r:.200}") from error
 
 
 def _checksum(path: str) -> str:

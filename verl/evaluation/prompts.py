@@ -6,15 +6,19 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl.agents.loop import SINGLE_TURN
+from verl.agents.tools.load import tool_schemas
 from verl.checkpoints.atomic import atomic_write, check_folder
+from verl.config.schema.data import DataConfig
 from verl.config.schema.offline import GenerationConfig
+from verl.data.columns import reward_model
 from verl.data.dataset import Prompt, PromptDataset, describe_overlong, rows_to_use
 from verl.data.files import Rows, read_rows
 from verl.data.forms import PROMPTS, find_column, note_columns
@@ -25,6 +29,9 @@ from verl.utils.disk import raise_disk_full
 
 RESPONSES = "responses"
 """The column with the responses in the output file."""
+TURNS, INFO = "turns", "trajectory_info"
+"""Columns of the output of agent loops: the turns of each response; what its reward function gets, a JSON object."""
+_TURN = pa.struct({"role": pa.string(), "content": pa.string(), "tokens": pa.int64()})
 
 
 class PromptSet(PromptDataset):
@@ -41,15 +48,20 @@ class PromptSet(PromptDataset):
     """
 
     def __init__(self, config: GenerationConfig, tokenizer: Any, processor: Any = None):
+        self._turns = config.rollout.multi_turn
         super().__init__(config.data.path, tokenizer, config.data, processor, GenerationConfig)
         rows = self.rows = read_rows(self.data_files)
         self.prompt_key = find_column(rows.columns, PROMPTS, self.config.prompt_key)
         note_columns(rows.names, rows.columns, {"prompt": self.prompt_key})
         rows.check_column(self.prompt_key, "prompt_key", " for the prompt")
-        if RESPONSES in rows.columns:
-            raise ValueError(
-                f"{rows.names}: column {RESPONSES!r} already exists, and the responses are written to it: rename it"
-            )
+        self.uses_loops = config.rollout.agent.default_agent_loop not in SINGLE_TURN or "agent_name" in rows.columns
+        for name in (RESPONSES, TURNS, INFO) if self.uses_loops else (RESPONSES,):
+            if name in rows.columns:
+                raise ValueError(
+                    f"{rows.names}: column {name!r} already exists, and the responses are written to it: rename it"
+                )
+        if self.uses_loops:
+            self._read_columns(rows)
         count = rows_to_use(rows, self.config.max_samples)
         if count == 0:
             raise ValueError(f"data.max_samples=0: expected at least 1 of the {len(rows):,} prompts, or -1 for all")
@@ -61,11 +73,17 @@ class PromptSet(PromptDataset):
     def __len__(self) -> int:
         return len(self.prompt_ids)
 
+    def _load_tools(self) -> Sequence[Mapping[str, Any]]:
+        return tool_schemas(self._turns.tool_config_path, self._turns.function_tool_path)
+
     def columns(self, indices: Sequence[int]) -> dict[str, list[Any]]:
-        """The columns of prompts for a rollout. Images are decoded now."""
+        """The columns of prompts for a rollout. Images are decoded now. Agent loops get those of training."""
         ids = [self.prompt_ids[i] for i in indices]
         columns = {"prompt_ids": ids, "uid": [str(i) for i in indices]}
-        if self.media is not None:
+        if self.uses_loops:
+            items = [self._item(self.rows, i, tokens, DataConfig()) for i, tokens in zip(indices, ids)]
+            columns |= {name: [item[name] for item in items] for name in items[0]}
+        elif self.media is not None:
             prompts = (self._check_row(self.rows[i], self.rows, i) for i in indices)
             items = [self.media.columns(prompt, tokens) for prompt, tokens in zip(prompts, ids)]
             columns |= {name: [item[name] for item in items] for name in items[0]}
@@ -80,6 +98,8 @@ class PromptSet(PromptDataset):
 
     def _check_row(self, row: Mapping[str, Any], rows: Rows, index: int) -> Prompt:
         refuse_media(row, self._refused, rows.location(index))
+        if self.uses_loops:
+            reward_model(row, rows.location(index), DataConfig().ground_truth_key)
         return self._prompt(row, rows, index)
 
     def _check_and_decode(self, row: Mapping[str, Any], rows: Rows, index: int, decoded: Collection[int]) -> Prompt:
@@ -109,19 +129,20 @@ def check_output(prompts: PromptSet, path: Path) -> None:
     """
     check_folder("data.output_path", path.parent)
     if path.suffix == ".jsonl":
-        for _ in _lines(prompts, [[""]] * len(prompts)):
+        for _ in _lines(prompts, [_NONE] * len(prompts)):
             pass
     else:
         try:
-            pq.write_table(_table(prompts, [[""]]), io.BytesIO())
+            pq.write_table(_table(prompts, [_NONE]), io.BytesIO())
         except (ValueError, pa.ArrowException) as error:
             raise ValueError(
                 f"data.output_path: cannot write the rows as parquet, use a file that ends with .jsonl: {error}"
             ) from error
 
 
-def write_output(prompts: PromptSet, responses: list[list[str]], path: Path) -> None:
-    """Write the columns of the input and the responses, a list of texts for each prompt."""
+def write_output(prompts: PromptSet, responses: "Sequence[Responses]", path: Path) -> None:
+    """Write the columns of the input and the responses, a list of texts for each prompt; with agent loops, also the
+    turns of each response and what its reward function gets."""
     with atomic_write(path) as draft:
         if path.suffix == ".jsonl":
             with draft.open("w", encoding="utf-8", errors="backslashreplace") as file:
@@ -130,18 +151,24 @@ def write_output(prompts: PromptSet, responses: list[list[str]], path: Path) -> 
             pq.write_table(_table(prompts, responses), draft)
 
 
-def _table(prompts: PromptSet, responses: list[list[str]]) -> pa.Table:
+def _table(prompts: PromptSet, responses: "Sequence[Responses]") -> pa.Table:
     """The first rows, as many as there are responses."""
-    table, column = prompts.rows.to_table().slice(0, len(responses)), pa.array(responses, type=pa.list_(pa.string()))
+    table, types = prompts.rows.to_table().slice(0, len(responses)), {RESPONSES: pa.string()}
+    if prompts.uses_loops:
+        types |= {TURNS: pa.list_(_TURN), INFO: pa.string()}
     if "data_source" not in table.column_names:  # the name that training gives the rows
         table = table.append_column("data_source", pa.array([prompts.rows.source(i) for i in range(len(responses))]))
-    return table.append_column(RESPONSES, column)
+    for name, kind in types.items():
+        values = [getattr(item, name) for item in responses]
+        table = table.append_column(name, pa.array(values, type=pa.list_(kind)))
+    return table
 
 
-def _lines(prompts: PromptSet, responses: list[list[str]]) -> Iterator[str]:
-    for i, (row, texts) in enumerate(zip(prompts.rows, responses)):
+def _lines(prompts: PromptSet, responses: "Sequence[Responses]") -> Iterator[str]:
+    for i, (row, item) in enumerate(zip(prompts.rows, responses)):
         try:
-            row = {"data_source": prompts.rows.source(i), **row, RESPONSES: texts}
+            row = {"data_source": prompts.rows.source(i), **row, RESPONSES: item.responses}
+            row |= {TURNS: item.turns, INFO: item.trajectory_info} if prompts.uses_loops else {}
             yield json.dumps(row, ensure_ascii=False) + "\n"
         except TypeError as error:
             raise ValueError(
@@ -168,13 +195,20 @@ class Responses:
     """The responses to one prompt. The attributes are keys of a line of the partial file.
 
     Attributes:
-        tokens: Their lengths in tokens.
+        tokens: How many tokens of each the policy sampled.
         finish_reasons: "stop" or "length".
+        turns: Of agent loops: the turns of each, with role, content (text) and tokens (their number).
+        trajectory_info: Of agent loops: what the reward function gets in extra_info, a JSON object for each.
     """
 
     responses: list[str]
     tokens: list[int]
     finish_reasons: list[str]
+    turns: list[list[dict[str, Any]]] = field(default_factory=list)
+    trajectory_info: list[str] = field(default_factory=list)
+
+
+_NONE = Responses([""], [0], ["stop"], [[]], ["{}"])
 
 
 def settings_digest(settings: Settings) -> str:

@@ -16,6 +16,7 @@ from verl.data.columns import reward_info
 from verl.data.files import DEFAULT_SOURCE, read_rows
 from verl.data.forms import PROMPTS, TRUTHS, find_column
 from verl.dataflow import DataFlow, Operator
+from verl.evaluation.prompts import INFO, TURNS
 from verl.protocol import DataProto
 from verl.rewards.functions import ScoreFunction
 from verl.rewards.managers import BatchRewardManager, NaiveRewardManager
@@ -36,6 +37,7 @@ class PromptWithResponses:
         key: Identifies the prompt across files.
         data_source: Selects the reward function.
         location: File and row, for messages.
+        trajectory_info: Of each response, further entries of extra_info, from agent loops.
     """
 
     key: str
@@ -45,6 +47,7 @@ class PromptWithResponses:
     extra_info: Mapping[str, Any]
     responses: list[str]
     location: str
+    trajectory_info: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,14 @@ def read_responses(paths: Sequence[str], data: EvalDataConfig) -> list[PromptWit
     truth = truth if truth in rows.columns else find_column(rows.columns, TRUTHS, TRUTHS[0])
     for key, column in {"prompt_key": data.prompt_key, "response_key": data.response_key}.items():
         rows.check_column(column, key)
-    if truth not in rows.columns:
+    has_truth = truth in rows.columns
+    if not has_truth and INFO not in rows.columns:  # an environment may score without one
         raise ValueError(
             f"{rows.names}: no ground truth: expected a column {data.reward_model_key!r} ({{'ground_truth': ...}}; "
             f"data.reward_model_key) or a column 'answer'; found {', '.join(rows.columns)}"
         )
     seen: Counter[str] = Counter()
-    read = {data.prompt_key, data.response_key, data.data_source_key, data.reward_model_key, "extra_info"}
+    read = {data.prompt_key, data.response_key, data.data_source_key, data.reward_model_key, "extra_info", TURNS, INFO}
     others, prompts = [name for name in rows.columns if name not in read], []
     for index, row in enumerate(rows):
         location, responses = rows.location(index), row[data.response_key]
@@ -95,9 +99,12 @@ def read_responses(paths: Sequence[str], data: EvalDataConfig) -> list[PromptWit
         prompt = json.dumps([source, row[data.prompt_key]], sort_keys=True, default=str)
         seen[prompt] += 1
         key = f"{prompt}#{seen[prompt]}"  # a prompt that occurs twice in a file counts as two prompts
-        ground_truth = _ground_truth(row[truth], location, truth, truth == data.reward_model_key)
+        ground_truth = _ground_truth(row[truth], location, truth, truth == data.reward_model_key) if has_truth else None
         info = reward_info(row, others)
-        prompts.append(PromptWithResponses(key, row[data.prompt_key], source, ground_truth, info, responses, location))
+        infos, prompt = [*map(json.loads, row.get(INFO) or ["{}"] * len(responses))], row[data.prompt_key]
+        if len(infos) != len(responses):
+            raise ValueError(f"{location}: {len(responses)} responses, but {len(infos)} in column {INFO!r}")
+        prompts.append(PromptWithResponses(key, prompt, source, ground_truth, info, responses, location, infos))
     return prompts
 
 
@@ -124,7 +131,7 @@ def iterate_batches(prompts: Sequence[PromptWithResponses]) -> Iterator[DataProt
                 p.data_source,
                 p.responses[i],
                 p.ground_truth,
-                p.extra_info,
+                {**p.extra_info, **p.trajectory_info[i]},
                 number,
                 len(selected),
                 f"{p.location}, response {i}",

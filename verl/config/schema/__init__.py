@@ -21,8 +21,8 @@ _HOME = {
         "CustomRewardFunctionConfig ManagerModuleConfig RewardConfig RewardManagerConfig RewardModelConfig"
     ),
     "verl.config.schema.rollout": (
-        "AgentConfig CheckpointEngineConfig EngineKwargs MultiTurnConfig RolloutConfig RolloutEngineConfig "
-        "SamplingConfig ServerAgentConfig ServerConfig ValSamplingConfig"
+        "AgentConfig AgentRolloutConfig CheckpointEngineConfig EngineKwargs MultiTurnConfig RolloutConfig "
+        "RolloutEngineConfig SamplingConfig ServerAgentConfig ServerConfig ValSamplingConfig"
     ),
     "verl.config.schema.sft": (
         "DPOConfig PreferenceDataConfig PreferenceLossConfig RMConfig SFTCheckpointConfig SFTConfig SFTDataConfig "

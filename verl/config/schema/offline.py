@@ -9,7 +9,7 @@ from verl.config.public.aliases import EVAL, OFFLINE
 from verl.config.schema.data import MediaSection, PromptFormat
 from verl.config.schema.model import ModelConfig
 from verl.config.schema.reward import REWARD_FUNCTION, CustomRewardFunctionConfig
-from verl.config.schema.rollout import RolloutEngineConfig
+from verl.config.schema.rollout import AgentRolloutConfig
 
 
 class GenerationDataConfig(MediaSection):
@@ -25,7 +25,7 @@ class GenerationDataConfig(MediaSection):
     apply_chat_template_kwargs: dict[str, Any] = field({}, "arguments of the chat template, such as enable_thinking")
 
 
-class GenerationRolloutConfig(RolloutEngineConfig):
+class GenerationRolloutConfig(AgentRolloutConfig):
     """`rollout`: generation."""
 
     seed: int = field(42, "sampling seed", default_from="${trainer.seed}", ge=0, le=2**62)
@@ -53,6 +53,13 @@ class GenerationConfig(Schema):
     rollout: GenerationRolloutConfig = section(GenerationRolloutConfig, "generation")
     trainer: OfflineTrainerConfig = section(OfflineTrainerConfig, "the executor")
     imports: StrList = field([], "Python files or modules that every process imports first (custom code)")
+
+    @classmethod
+    def derive(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """rollout.multi_turn.enable selects the agent loop tool_agent."""
+        if str(settings.get("rollout.multi_turn.enable")).lower() == "true":
+            return {"rollout.agent.default_agent_loop": "tool_agent"} | settings
+        return settings
 
 
 class EvalDataConfig(Section):

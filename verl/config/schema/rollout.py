@@ -166,6 +166,13 @@ class MultiTurnConfig(Section):
     )
 
 
+class AgentRolloutConfig(RolloutEngineConfig):
+    """A rollout engine, and the agent loop that calls it."""
+
+    agent: AgentConfig = section(AgentConfig, "agent loop")
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "tools and interactions", active_when=_TURNS)
+
+
 class ServerAgentConfig(Section):
     """`actor_rollout_ref.rollout.server.agent`: the agent that is trained."""
 
@@ -188,7 +195,7 @@ class ServerConfig(Section):
     failure_score: float = field(0.0, "score of a sample whose agent fails or exceeds its time limit")
 
 
-class RolloutConfig(RolloutEngineConfig):
+class RolloutConfig(AgentRolloutConfig):
     """`actor_rollout_ref.rollout`: generation of the responses that the policy is trained on."""
 
     mode: Literal["async", "sync", "server"] = field(
@@ -253,8 +260,6 @@ class RolloutConfig(RolloutEngineConfig):
     )
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig, "buckets of the weight sync")
     val_kwargs: ValSamplingConfig = section(ValSamplingConfig, "sampling at validation")
-    agent: AgentConfig = section(AgentConfig, "agent loop")
-    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "tools and interactions", active_when=_TURNS)
     server: ServerConfig = section(
         ServerConfig, "agents that call the policy over HTTP", active_when=("mode", "server")
     )

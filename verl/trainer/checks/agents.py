@@ -12,11 +12,10 @@ from verl.trainer.checks.preflight import Run
 
 logger = logging.getLogger("verl.trainer")
 
-_ROLLOUT = "actor_rollout_ref.rollout"
 _SERVER_LOOP = "server_agent"
 
 
-def agent_loop_names(rollout: schema.RolloutConfig) -> set[str]:
+def agent_loop_names(rollout: schema.AgentRolloutConfig) -> set[str]:
     """The agent loops that are registered or listed in `agent.agent_loop_config_path`. A missing file has none."""
     path = rollout.agent.agent_loop_config_path
     return {*AGENT_LOOPS, *(_loops_of_file(path) if path and Path(path).is_file() else ())}
@@ -30,16 +29,29 @@ def _loops_of_file(path: str | None) -> Collection[str]:
     return read_loops(path)
 
 
-def check_agent_loop(config: schema.Config) -> Iterator[Problem]:
+def policy_of(config: schema.Config | schema.GenerationConfig) -> tuple[str, Any]:
+    """The prefix of the keys of the policy, and the section with its model and its rollout."""
+    return ("actor_rollout_ref.", config.actor_rollout_ref) if isinstance(config, schema.Config) else ("", config)
+
+
+def check_agent_loop(config: schema.Config | schema.GenerationConfig) -> Iterator[Problem]:
     """rollout.mode, the agent loop, and what it runs fit together.
 
     Raises:
         ValueError: a file of tools, interactions, agents or loops cannot be used.
     """
-    rollout = config.actor_rollout_ref.rollout
-    key, turns, is_server = _ROLLOUT, rollout.multi_turn, rollout.mode == "server"
+    prefix, policy = policy_of(config)
+    key, rollout = f"{prefix}rollout", policy.rollout
+    generates_only = isinstance(config, schema.GenerationConfig)
+    turns, is_server = rollout.multi_turn, not generates_only and rollout.mode == "server"
     loop = rollout.agent.default_agent_loop
-    if is_server and turns.enable:
+    if generates_only and loop == _SERVER_LOOP:
+        yield Problem(
+            f"{key}.agent.default_agent_loop",
+            f"{loop}, for agents that call the policy over HTTP, is not supported by generation without training: use "
+            "verl train with trainer.val_only=true",
+        )
+    elif is_server and turns.enable:
         yield Problem(
             f"{key}.multi_turn.enable",
             f"true, but {key}.mode is server, where an agent outside of the trainer runs the tools: use "
@@ -64,25 +76,30 @@ def check_agent_loop(config: schema.Config) -> Iterator[Problem]:
         )
 
 
-def runs_tools(rollout: schema.RolloutConfig) -> bool:
+def runs_tools(rollout: schema.AgentRolloutConfig) -> bool:
     """Whether the default agent loop is that of tools and interactions."""
     loop, path = rollout.agent.default_agent_loop, rollout.agent.agent_loop_config_path
     return AGENT_LOOPS.get(loop) is make_multi_turn and loop not in _loops_of_file(path)
 
 
-def check_tools_in_prompts(run: Run) -> None:
+def check_tools_of_run(run: Run) -> None:
+    """`check_tools_in_prompts` of a training run."""
+    check_tools_in_prompts(run.config, run.inputs.tokenizer)
+
+
+def check_tools_in_prompts(config: schema.Config | schema.GenerationConfig, tokenizer: Any) -> None:
     """Warn if the chat template does not describe the tools to the policy.
 
     Raises:
         ValueError: the tokenizer of a multi-turn run has no chat template that supports several turns.
     """
-    config, tokenizer = run.config, run.inputs.tokenizer
-    rollout, data = config.actor_rollout_ref.rollout, config.data
+    prefix, policy = policy_of(config)
+    rollout, data = policy.rollout, config.data
     if runs_tools(rollout):
         from verl.agents.chat import ChatContinuation
 
         ChatContinuation(tokenizer, _tools_of(rollout.multi_turn), rollout.multi_turn.apply_chat_template_kwargs)
-    names = _names(data)
+    names = _names(data if isinstance(config, schema.Config) else rollout.multi_turn)
     if not names or tokenizer.chat_template is None:
         return
     from verl.agents.chat import reads
@@ -90,10 +107,11 @@ def check_tools_in_prompts(run: Run) -> None:
     if not reads(tokenizer, "tools", data.apply_chat_template_kwargs):
         logger.warning(
             "THE PROMPTS DO NOT DESCRIBE THE TOOLS (%s): the chat template of %s renders the same text with and "
-            "without `tools`. Use a model whose template has tools, set actor_rollout_ref.model.custom_chat_template, "
-            "or describe them in the messages of the dataset",
+            "without `tools`. Use a model whose template has tools, set %smodel.custom_chat_template, or describe "
+            "them in the messages of the dataset",
             ", ".join(names),
-            config.actor_rollout_ref.model.tokenizer_path or config.actor_rollout_ref.model.path,
+            policy.model.tokenizer_path or policy.model.path,
+            prefix,
         )
 
 

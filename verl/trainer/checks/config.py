@@ -23,7 +23,7 @@ from verl.rollout.base import ROLLOUT_ENGINES
 from verl.single_controller.cluster import format_devices, idle_devices
 from verl.single_controller.local.cluster import ProcessCluster
 from verl.tracking.tracking import check_trackers
-from verl.trainer.checks.agents import agent_loop_names
+from verl.trainer.checks.agents import agent_loop_names, policy_of
 from verl.trainer.checks.preflight import Run
 from verl.trainer.ppo.flow import needs_critic, needs_reference
 from verl.trainer.startup.inputs import dataset_class
@@ -37,8 +37,8 @@ _OUTPUT_FOLDERS = ("default_local_dir", "rollout_data_dir", "validation_data_dir
 def check_engines(config: Schema) -> list[Problem]:
     """Engines, agent loops and tool parsers are registered under the configured names."""
     names = {"rollout.name": ROLLOUT_ENGINES, "strategy": ENGINES}
-    if isinstance(config, schema.Config):
-        rollout = config.actor_rollout_ref.rollout
+    if isinstance(config, schema.Config | schema.GenerationConfig):
+        rollout = policy_of(config)[1].rollout
         names["rollout.agent.default_agent_loop"] = agent_loop_names(rollout)
         if rollout.multi_turn.format != type(rollout.multi_turn)().format:
             from verl.agents.tools.parsers import TOOL_PARSERS

@@ -1,5 +1,6 @@
 """Output of a run: the display, the trackers, and the record for `verl runs` and `verl report`."""
 
+import json
 import logging
 import shlex
 import time
@@ -10,7 +11,9 @@ from typing import Any
 
 from verl.agents import SINGLE_TURN
 from verl.config import differences, schema, to_flat_dict
+from verl.config.fields import Schema, fields_of, plain_defaults
 from verl.protocol import DataProto
+from verl.rollout.request import FILTERS
 from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import read_metrics
 from verl.tracking.formatting import Series, summary_lines
@@ -18,6 +21,7 @@ from verl.tracking.run_record import RunRecord
 from verl.tracking.runs import read_about
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import Tracking
+from verl.trainer.checks.agents import runs_tools
 from verl.trainer.guards.interruption import Stopped
 from verl.trainer.output.divergence import DivergenceWatch
 from verl.trainer.view import RunView, StepReport
@@ -66,7 +70,7 @@ def _results(view: RunView, folder: Path, has_file: bool) -> list[str]:
     model = None if saved is None else saved / "actor" / "huggingface"
     if model is not None and any(model.glob("*.safetensors")):
         lines.append(f"model:   {_short_path(model)}")
-        commands += serve_command(view.config, model) + _validate_command(view.config, saved)
+        commands += serve_command(view.config, model) + evaluation_commands(view.config, saved)
     elif saved is not None:
         lines.append(f"checkpoint: {_short_path(saved)}")
         commands.append(f"verl merge --local_dir {_typed(saved / 'actor')} --target_dir {_typed(saved / 'merged')}")
@@ -94,13 +98,38 @@ def serve_command(config: Any, model: Path) -> list[str]:
     return [shlex.join(["verl", "serve", str(_short_path(model)), *flags])]
 
 
-def _validate_command(config: Any, checkpoint: Path) -> list[str]:
-    """The command that evaluates a model with the tools, agents or environments of its run; none without."""
+def evaluation_commands(config: Any, checkpoint: Path) -> list[str]:
+    """The commands that evaluate a model with the tools, agents or environments of its run; none without."""
     if not isinstance(config, schema.Config):
         return []
-    if config.actor_rollout_ref.rollout.agent.default_agent_loop in SINGLE_TURN or not config.data.val_files:
+    policy, data, reward = config.actor_rollout_ref, config.data, config.reward
+    if policy.rollout.agent.default_agent_loop in SINGLE_TURN or not data.val_files:
         return []
-    return [f"verl train --config {_typed(checkpoint / 'config.yaml')} trainer.val_only=true"]
+    changed = (reward.reward_manager, type(reward.reward_manager)()), (data.ground_truth_key, "answer")
+    changed += (data.custom_cls.path, None), (policy.model.custom_chat_template, None)
+    if reward.reward_model.enable or not runs_tools(policy.rollout) or any(value != other for value, other in changed):
+        return [f"verl train --config {_typed(checkpoint / 'config.yaml')} trainer.val_only=true"]
+    val, responses = policy.rollout.val_kwargs, _file(str(checkpoint.with_name(f"responses_{checkpoint.name}.jsonl")))
+    shared = ("rollout.", "model.trust", "data.", "trainer.device", "trainer.n_gpus", "imports")
+    flat = to_flat_dict(config)
+    keys = [key for key in fields_of(schema.GenerationConfig) if key.startswith(shared)]
+    generation = {key: flat.get(key, flat.get(f"actor_rollout_ref.{key}")) for key in keys}
+    generation |= {f"rollout.{name}": getattr(val, name, off) for name, off in FILTERS.items()}
+    generation["rollout.temperature"] = val.temperature if val.do_sample else 0.0
+    generation |= {"data.path": data.val_files, "data.max_samples": data.val_max_samples, "data.n_samples": val.n}
+    generation |= {"data.output_path": responses, "model.path": str(checkpoint / "actor" / "huggingface")}
+    scoring = {key: flat.get(key) for key in fields_of(schema.EvalConfig) if key.startswith("reward.")}
+    scoring |= {"data.path": [responses], "data.data_source_key": data.reward_fn_key, "imports": config.imports}
+    return [_command("generate", schema.GenerationConfig, generation), _command("eval", schema.EvalConfig, scoring)]
+
+
+def _command(name: str, kind: type[Schema], settings: Mapping[str, Any]) -> str:
+    """A command with the settings that are not the default."""
+    arguments, defaults = ["verl", name], plain_defaults(kind)
+    for key, value in settings.items():
+        if value is not None and value != defaults[key]:
+            arguments.append(f"{key}={_file(value) if isinstance(value, str) else json.dumps(value)}")
+    return shlex.join(arguments)
 
 
 def _file(name: str) -> str:

@@ -60,8 +60,8 @@ class Rollout:
         self._used_weights = ExitStack()  # of the training engine, if the rollout engine generates with them
         self._uses_weights = False
         self._sync: WeightSync | None = None
-        is_full = isinstance(config, schema.RolloutConfig)
-        self.default_loop = config.agent.default_agent_loop if is_full else SINGLE_TURN[0]
+        has_loop = isinstance(config, schema.AgentRolloutConfig)
+        self.default_loop = config.agent.default_agent_loop if has_loop else SINGLE_TURN[0]
         self.tokenizer = tokenizer
         self._agent_loops: dict[str, AgentLoop] = {}
         if self.default_loop not in SINGLE_TURN:
@@ -102,7 +102,7 @@ class Rollout:
         self.wake()
         if self.env.tp_rank > 0:
             return self.engine.follow()
-        params = sampling_in_mode(self.params, "greedy", self.config.val_kwargs)
+        params = sampling_in_mode(self.params, "greedy", self.config)
         params = dataclasses.replace(params, max_tokens=max_tokens, ignore_eos=True, stop=None)
         requests, stats = [Request(prompt_ids, params, 0)], self.engine.stats
         with self.engine.leading():
@@ -207,17 +207,9 @@ class Rollout:
                 metrics[f"rollout/{name}"] = (total, len(trajectories))
         return DataProto.from_dict(columns, objects, {"metrics": metrics})
 
-    def completions(self, batch: DataProto) -> list[Trajectory] | None:
-        """Generate one single-turn trajectory per row, with the sampling parameters of training. None as in
-        `generate`."""
-        if self.env.tp_rank > 0:
-            return self.engine.follow()
-        with self.engine.leading():
-            return self._single_turns(self.prompts_of(batch, self.params))
-
     def _trajectories(self, batch: DataProto) -> list[Trajectory]:
         mode = batch.meta_info["sampling"]
-        prompts = self.prompts_of(batch, sampling_in_mode(self.params, mode, self.config.val_kwargs))
+        prompts = self.prompts_of(batch, sampling_in_mode(self.params, mode, self.config))
         if not self.uses_loops(batch.non_tensor_batch):
             return self._single_turns(prompts)
         return run_coroutine(gather_coroutines([self._run_loop(prompt, self._generate_one) for prompt in prompts]))
@@ -285,7 +277,7 @@ class Rollout:
 
 
 def sampling_in_mode(
-    params: SamplingParams, mode: str | Mapping[str, Any], val: schema.ValSamplingConfig
+    params: SamplingParams, mode: str | Mapping[str, Any], config: schema.RolloutEngineConfig
 ) -> SamplingParams:
     """Sampling parameters of a mode: "train", "greedy" (the same, with temperature 0) or "validate"
     (`rollout.val_kwargs`); or those of training with other values."""
@@ -295,7 +287,8 @@ def sampling_in_mode(
         return params
     if mode == "greedy":
         return dataclasses.replace(params, temperature=0.0, **FILTERS)
-    assert mode == "validate", mode
+    assert mode == "validate" and isinstance(config, schema.RolloutConfig), mode
+    val = config.val_kwargs
     filters = {name: getattr(val, name, off) for name, off in FILTERS.items()}
     return dataclasses.replace(params, temperature=val.temperature if val.do_sample else 0.0, **filters)
 

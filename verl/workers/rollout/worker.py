@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import numpy as np
 import torch
 
 from verl.agents import Prompt
@@ -135,25 +134,3 @@ class RolloutWorker(RolloutMethods):
         self._is_paused = False
         if self._service is not None:
             self._service.resume()
-
-    # ---- generation without training ----------------------------------------------------------------------------
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="rollout")
-    def generate_responses(self, batch: DataProto) -> DataProto | None:
-        """Generate one response per row, returned without padding.
-
-        Args:
-            batch: columns prompt_ids, uid and sample_index (index of the sample in its group).
-
-        Returns:
-            Columns response_ids (int32 arrays, including the stop token) and finish_reason ("stop" or "length").
-        """
-        trajectories = self.rollout.completions(batch)
-        if trajectories is None:
-            return None
-        return DataProto.from_dict(
-            non_tensors={
-                "response_ids": [np.array(t.token_ids, dtype=np.int32) for t in trajectories],
-                "finish_reason": [t.finish_reason for t in trajectories],
-            }
-        )
