@@ -2,6 +2,7 @@
 
 import sys
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -9,6 +10,9 @@ from examples.quickstart.tiny_model import tiny_model
 from tests.rollout.test_agent_loop_tools import Policy, rollout, run, texts
 from verl.agents import make_agent_loop
 from verl.agents.tools.load import load_interactions
+from verl.protocol import DataProto
+from verl.rollout.request import SamplingParams
+from verl.workers.rollout.role import Rollout
 
 ENVIRONMENTS = '''
 import asyncio
@@ -70,6 +74,22 @@ def loop(tmp_path, tokenizer):
 def play(loop, tokenizer, name: str, *turns: str, uid: str = "7", messages=(), **kwargs):
     extra_info = {"interaction_kwargs": {"name": name, **kwargs}}
     return run(loop, Policy(tokenizer, *turns), uid=uid, extra_info=extra_info, raw_prompt=list(messages))
+
+
+def test_samples_of_a_prompt_start_in_one_state_and_prompts_in_different_ones(loop, tokenizer):
+    """Without a seed in the row, it follows from the uid, which the rollout passes on to the agent loop."""
+    columns = {"prompt_ids": [[1]] * 3, "uid": ["p", "p", "q"], "sample_index": [0, 1, 0]}
+    rows = DataProto(
+        non_tensor_batch={name: np.array([*values, None], object)[:-1] for name, values in columns.items()}
+    )
+    uids = [
+        prompt.columns["uid"]
+        for prompt in Rollout.prompts_of(None, rows, SamplingParams(max_tokens=4, stop_token_ids=()))
+    ]
+    first, again, other = (
+        tokenizer.decode(play(loop, tokenizer, "count", "a", "b", uid=uid).prompt_ids) for uid in uids
+    )
+    assert first == again != other
 
 
 def test_the_first_observation_is_in_the_prompt_and_steps_are_turns(loop, tokenizer):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from verl.workers.rollout.service import FollowingService, GenerationService
 
 #: columns that make up a prompt; the others are passed to the agent loop
-_PROMPT_COLUMNS = ("prompt_ids", "uid", "sample_index")
+_PROMPT_COLUMNS = ("prompt_ids", "sample_index")
 _ROUNDING = 1e-2  # by which a log-prob may exceed 0
 
 
