@@ -212,15 +212,15 @@ def _import_module(address: str) -> ModuleType:
     return module
 
 
-def load_object(path: str, name: str) -> Any:
+def load_object(path: str, name: str, key: str = "") -> Any:
     """Return the object `name` of the module or file `path`: a custom reward function, dataset, loss or trainer.
 
     Raises:
-        ValueError: if the module has no such name. The message lists its public names.
+        ValueError: the module has no such name; the message lists its public names, and the `key` that sets the name.
     """
     module = import_module(path)
     # dir, not vars: a package may import its names at first use
     if name not in dir(module):
         public = [n for n in dir(module) if not n.startswith("_")]
-        raise ValueError(f"{path!r} defines no {name!r}: {did_you_mean(name, public)}")
+        raise ValueError(f"{path!r} defines no {name!r}: {did_you_mean(name, public)}{key and f'. Set {key}'}")
     return getattr(module, name)

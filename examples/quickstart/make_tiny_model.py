@@ -8,7 +8,7 @@ import logging
 import sys
 from pathlib import Path
 
-from tiny_model import ARCHITECTURES, SIZES, tiny_model
+from tiny_model import ARCHITECTURES, CHARACTERS, SIZES, tiny_model
 
 
 def main() -> None:
@@ -16,7 +16,8 @@ def main() -> None:
     family = "the model family (make_tiny_vl_model.py writes a Qwen2-VL)"
     parser.add_argument("--like", choices=sorted(ARCHITECTURES), default="llama", help=family)
     parser.add_argument("--size", choices=sorted(SIZES), help="default: the size of the family")
-    parser.add_argument("--tokenizer", choices=["char", "bpe"], help="default: the tokenizer of the family")
+    tokenizer = f"default: that of the family; char knows only the characters {CHARACTERS}"
+    parser.add_argument("--tokenizer", choices=["char", "bpe"], help=tokenizer)
     parser.add_argument("--text", type=Path, help="text file to train the bpe tokenizer on, one text per line")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")

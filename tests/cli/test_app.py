@@ -178,7 +178,7 @@ def test_explain_and_convert(tmp_path):
 def test_examples_are_listed_with_a_summary():
     status, text = call("examples")
     assert status == 0 and set(names()) == {line for line in text.splitlines() if line in names()}
-    assert "calculator_loop.py  A custom agent loop, complete" in text
+    assert "calculator_loop.py  A custom agent loop, complete" in text and call("examples", "list") == (0, text)
 
 
 def test_copies_have_what_they_import(tmp_path):

@@ -61,6 +61,24 @@ def test_a_custom_reward_gets_columns_and_its_fault_is_named(run, tmp_path):
     assert code == 1 and "its score grows with the length of the response" in output
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "text"),
+    [
+        ("f", [{"question": "2+3?"}] * 3, "rows.jsonl, line 1: reward function f() at"),
+        ("f", [{"question": "2+3?"}], "`prompt` gets the prompt, whatever its column"),
+        ("g", [{"prompt": "2+3?", "answer": n} for n in "56"], "2 rows, such as "),
+        ("h", [{"prompt": "2+3?", "gold": "5"}], "no ground truth: data.answer_key names its column"),
+        ("compute_score", [GSM8K], "known: f, g, h. Set reward.custom_reward_function.name"),
+    ],
+)
+def test_a_reward_that_does_not_fit_is_reported_once(name, rows, text, run, tmp_path):
+    functions = ("f(response, level): return level", "g(response): ...", "h(response): return 1")
+    (tmp_path / "own.py").write_text("".join(f"def {function}\n" for function in functions))
+    keys = [f"reward.custom_reward_function.{key}" for key in (f"path={tmp_path / 'own.py'}", f"name={name}")]
+    code, output = run("rewards", "test", *keys, rows=rows)
+    assert code == 1 and output.count(text) == 1 and output.count("reward function ") <= 1
+
+
 def test_generated_rows_keep_the_data_source_of_training(tmp_path):
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "test.jsonl").write_text('{"prompt": "2+3?", "answer": "5"}\n')

@@ -32,5 +32,8 @@ def test_columns_are_parameters_and_extra_info(tmp_path):
             assert score_prompts(prompts, scorer, 1.0)[0].correct.tolist() == [True]
         finally:
             scorer.close()
-    with pytest.raises(ValueError, match=r"no value for absent: it is no column of the data .*: answer, k, level"):
+    (tmp_path / "a.jsonl").write_text(json.dumps({**row, "label": "6"}))
+    config = EvalConfig.model_validate({"data": {"ground_truth_key": "label"}})
+    assert read_responses([str(tmp_path / "a.jsonl")], config.data)[0].ground_truth == "6"
+    with pytest.raises(ValueError, match=r"no value for absent: it is no column .*: answer, k, label, level"):
         function("unknown")

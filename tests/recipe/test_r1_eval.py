@@ -205,6 +205,7 @@ def test_other_prompts_are_not_compared(responses, tmp_path, capsys):
         ("data.response_key=response", "no column 'response' (data.response_key): did you mean 'responses'?"),
         ("data.prompt_key=question", "no column 'question' (data.prompt_key)"),
         ("data.reward_model_key=truth", "no ground truth: expected a column 'truth'"),
+        ("data.answer_key=gold", "or 'gold' (data.answer_key); found prompt"),
         ("data.reward_model_key=prompt", "row 0 (the first is 0): expected {'ground_truth': ...} in column 'prompt'"),
         ("data.response_key=reward_model", "row 0 (the first is 0): expected a list of texts in column 'reward_model'"),
         ("data.compare_path=nowhere.parquet", "nowhere.parquet: expected a data file, found no such file"),

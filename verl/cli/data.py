@@ -41,7 +41,11 @@ def _run(command: Any, path: str, overrides: list[str] | None) -> None:
         rows = read_rows(config.data.train_files)
         section = find_columns(rows, config.data)
         bad = command(config.model_copy(update={"data": section}), rows)
-    _print(f"bad rows: {len(bad):,} of {len(rows):,}", *bad, sep="\n  ")
+    alike: dict[str, list[str]] = {}  # by the first line of the reason
+    for text in bad:
+        alike.setdefault(text.partition("\n")[0].partition(": ")[2], []).append(text)
+    lines = [f"{len(rest) + 1:,} rows, such as {text}" if rest else text for text, *rest in alike.values()]
+    _print(f"bad rows: {len(bad):,} of {len(rows):,}", *lines, sep="\n  ")
     raise typer.Exit(bool(bad))
 
 
@@ -69,7 +73,7 @@ def _inspect(config: Any, rows: Any) -> list[str]:
     try:
         find_sample_columns(rows, SFTDataConfig())
     except ValueError as error:
-        _print("sft:", error)
+        _print("not data for verl sft:", error)
     return bad
 
 
@@ -129,19 +133,20 @@ def _test(config: Any, rows: Any) -> list[str]:
             sample = {"data_source": source, "ground_truth": truth, "extra_info": reward_info(row, names)}
             sample |= {"prompt": row[config.data.prompt_key], "total": len(pairs)}
             samples = [Sample(solution_str=text, number=i, **sample) for i, (_, text) in enumerate(pairs)]
-            outcomes = {i: read_outcome(outcome) for i, _, outcome in manager.outcomes(samples)}
+            outcomes = {i: read_outcome(outcome) for i, _, outcome in [*manager.outcomes(samples)]}
         except (BadOutcome, ValueError) as error:
             bad.append(f"{location}: {error}")
             continue
         if source in tried:
             continue
         tried.add(source)
-        _print(f"{source}: {function.location}; ground truth {truth!r:.80} ({location})")
+        match = "no ground truth: data.answer_key names its column" if truth is None else f"ground truth {truth!r:.80}"
+        _print(f"{source}: {function.location}; {match} ({location})")
         scores: dict[str, list[float]] = {}
         for i, (kind, text) in enumerate(pairs):
             value, extra = outcomes[i]
             scores.setdefault(kind, []).append(value)
-            _print(f"  {kind:<6}{value:>8g}  {text!r:.60}  {explain(function, text, extra)}")
+            _print(f"  {kind:<6}{value:>8g}  {text!r:.100}  {explain(function, text, extra)}")
         if fault := describe_fault(scores):
             bad.append(f"{location}: the reward {fault}")
     return bad

@@ -105,6 +105,7 @@ _KINDS = (".py", ".sh", ".yaml", ".ipynb")
 examples = typer.Typer(help="List and copy example scripts and configurations.")
 
 
+@examples.command("list", help="List the examples.")
 @examples.callback(invoke_without_command=True)
 def _list(context: typer.Context) -> None:
     """List the examples, or copy one."""

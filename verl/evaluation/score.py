@@ -74,14 +74,15 @@ def read_responses(paths: Sequence[str], data: EvalDataConfig) -> list[PromptWit
     rows = read_rows(paths)
     data = data.model_copy(update={"prompt_key": find_column(rows.columns, PROMPTS, data.prompt_key)})
     truth = data.reward_model_key
-    truth = truth if truth in rows.columns else find_column(rows.columns, TRUTHS, TRUTHS[0])
+    if truth not in rows.columns or data.ground_truth_key != TRUTHS[0]:
+        truth = find_column(rows.columns, TRUTHS, data.ground_truth_key)
     for key, column in {"prompt_key": data.prompt_key, "response_key": data.response_key}.items():
         rows.check_column(column, key)
     has_truth = truth in rows.columns
     if not has_truth and INFO not in rows.columns:  # an environment may score without one
         raise ValueError(
             f"{rows.names}: no ground truth: expected a column {data.reward_model_key!r} ({{'ground_truth': ...}}; "
-            f"data.reward_model_key) or a column 'answer'; found {', '.join(rows.columns)}"
+            f"data.reward_model_key) or {data.ground_truth_key!r} (data.answer_key); found {', '.join(rows.columns)}"
         )
     seen: Counter[str] = Counter()
     read = {data.prompt_key, data.response_key, data.data_source_key, data.reward_model_key, "extra_info", TURNS, INFO}

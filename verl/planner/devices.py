@@ -208,7 +208,7 @@ def host_profile(device: torch.device) -> Device:
         name, total = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
         return replace(known_gpu(name) or built_in("A100"), name=name, memory=float(total))
     return Device(
-        name=f"CPU ({platform.machine()}, {os.cpu_count()} cores), {torch.get_num_threads()} threads",
+        name=f"CPU ({platform.machine()}, {os.cpu_count()} cores), threads: {torch.get_num_threads()}",
         kind="cpu",
         memory=host_memory(),
         per_node=os.cpu_count() or 1,

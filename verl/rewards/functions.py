@@ -188,10 +188,11 @@ class ScoreFunction:
                 column = [info.get(name) for info in infos]
                 keywords[name] = column if self.form == "batch" else column[0]
             elif is_required:
+                known = ", ".join(sorted({key for info in infos for key in info})) or "none"
                 raise ValueError(
                     f"reward function {self.location}: no value for {name}: it is no column of the data (columns and "
-                    f"keys of extra_info: {', '.join(sorted({key for info in infos for key in info})) or 'none'}). "
-                    f"Add a default, or set it in reward_kwargs\naccepted:\n{ACCEPTED_FORMS}"
+                    f"keys of extra_info: {known}; `prompt` gets the prompt, whatever its column). Add a default, or "
+                    f"set it in reward_kwargs\naccepted:\n{ACCEPTED_FORMS}"
                 )
         return {**keywords, **self.kwargs}
 

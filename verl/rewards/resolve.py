@@ -157,7 +157,8 @@ def resolve_reward_function(
     if path and registered:
         raise ValueError(f"two reward functions: the registered {registered!r} and the file {path!r}; give one of them")
     if path:
-        return as_score_function(load_object(path, name or DEFAULT_FUNCTION_NAME), kwargs)
+        function = load_object(path, name or DEFAULT_FUNCTION_NAME, "reward.custom_reward_function.name")
+        return as_score_function(function, kwargs)
     if name not in (None, DEFAULT_FUNCTION_NAME):
         raise ValueError(
             f"reward.custom_reward_function.name={name!r} without reward.custom_reward_function.path: expected the "

@@ -69,7 +69,8 @@ class EvalDataConfig(Section):
     prompt_key: str = field("prompt", "column of the prompt")
     response_key: str = field("responses", "column of the responses, one list per row")
     data_source_key: str = field("data_source", "column that selects the reward function")
-    reward_model_key: str = field("reward_model", "column of the ground truth")
+    reward_model_key: str = field("reward_model", "column of the ground truth, as {'ground_truth': ...}")
+    ground_truth_key: str = field("answer", "column of the ground truth; if set, reward_model is not read")
     compare_path: FilePaths = field([], "responses of another model to the same prompts, for comparison")
 
 
