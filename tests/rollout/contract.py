@@ -318,7 +318,8 @@ def _skipping(name: str, other: torch.Tensor, send: Callable) -> Callable:
     transfer is found."""
 
     def skip(tensors, *args):
-        received = [(n, (other * 2).to(t.device, t.dtype) if n == name else t) for n, t in tensors]
+        # in another order: a factor has no effect in models that normalize their queries
+        received = [(n, other.flip(0).to(t.device, t.dtype) if n == name else t) for n, t in tensors]
         return send(received, *args)
 
     return skip
