@@ -221,8 +221,8 @@ def test_rows_without_ground_truth_are_refused_only_if_the_reward_needs_it(write
     dataset = RLHFDataset(write("a.jsonl", [{"prompt": "a="}]), char_tokenizer)
     assert dataset[0]["reward_model"] == {"style": "none", "ground_truth": None}
     with pytest.raises(ValueError, match=r"which gsm8k needs: expected a column 'reward_model'.*found prompt\. Add"):
-        check_ground_truth(dataset, "gsm8k")
-    check_ground_truth(RLHFDataset(write("b.jsonl", [row()]), char_tokenizer), "gsm8k")
+        check_ground_truth(dataset, "gsm8k", is_needed=True)
+    check_ground_truth(RLHFDataset(write("b.jsonl", [row()]), char_tokenizer), "gsm8k", is_needed=True)
 
 
 def test_text_that_the_tokenizer_loses_is_refused_even_in_one_row_of_many(write, char_tokenizer):

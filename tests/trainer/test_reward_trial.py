@@ -31,6 +31,20 @@ def test_a_wrong_reward_is_a_warning_before_the_run(config, caplog, reward, faul
     assert fault is None or (fault in warnings[0] and "data source 'a/b'" in warnings[0])
 
 
+@pytest.mark.parametrize(
+    ("reward", "warns"),
+    [
+        (lambda solution_str, ground_truth: len(solution_str) / 10, True),
+        (lambda solution_str, expected: len(solution_str) / 10, False),
+    ],
+)
+def test_a_ground_truth_that_no_row_has_is_a_warning_before_the_run(config, caplog, reward, warns):  # noqa: F811
+    try_out(config, [{"prompt": "ab=", "expected": "7"}] * 4, reward)
+    messages = [r.getMessage() for r in caplog.records if "no ground truth: the reward function" in r.getMessage()]
+    assert len(messages) == warns
+    assert not warns or messages[0].endswith("(data.ground_truth_key); found prompt, expected")
+
+
 def test_a_parameter_that_is_no_column_ends_the_start(config):  # noqa: F811
     with pytest.raises(ValueError, match=r"no value for level: it is no column of the data .*: answer, "):
         try_out(config, [ROW] * 4, lambda response, level: 1.0)

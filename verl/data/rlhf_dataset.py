@@ -258,14 +258,19 @@ def create_custom_dataset(
     return cls(data_files=list(data_files), tokenizer=tokenizer, config=config, **optional)
 
 
-def check_ground_truth(dataset: Dataset, function: str) -> None:
-    """Raise ValueError if the rows of an RLHFDataset have no ground truth, which the reward function needs."""
+def check_ground_truth(dataset: Dataset, function: str, is_needed: bool) -> None:
+    """Raise ValueError if the rows of an RLHFDataset have no ground truth, or warn if the function may ignore it."""
     if isinstance(dataset, RLHFDataset) and dataset[0]["reward_model"] == NO_TRUTH:
         rows = dataset.dataframe
+        expected = (
+            'expected a column \'reward_model\' ({"style": "rule", "ground_truth": ...}) or a column \'answer\' '
+            f"(data.ground_truth_key); found {', '.join(rows.columns)}"
+        )
+        if not is_needed:
+            logger.warning("%s: no ground truth: %s gets None: %s", rows.names, function, expected)
+            return
         raise ValueError(
-            f"{rows.names}: no ground truth to score against, which {function} needs: expected a column 'reward_model' "
-            '({"style": "rule", "ground_truth": ...}) or a column \'answer\' (data.ground_truth_key); found '
-            f"{', '.join(rows.columns)}. Add one, or use a reward that needs none: a custom function "
-            "(reward.custom_reward_function.path), a reward model (reward.reward_model.enable=true), or "
-            "reward.reward_function=format"
+            f"{rows.names}: no ground truth to score against, which {function} needs: {expected}. Add one, or use a "
+            "reward that needs none: a custom function (reward.custom_reward_function.path), a reward model "
+            "(reward.reward_model.enable=true), or reward.reward_function=format"
         )

@@ -136,9 +136,10 @@ def check_reward_function(run: Run) -> None:
     is_scored = run.recipe.scores_training is None or run.recipe.scores_training(run.config)
     scored = (inputs.train_dataset if is_scored else None, inputs.val_dataset)
     datasets = [each for each in scored if each is not None]
-    if manager.compute_score.needs_ground_truth:
+    function = manager.compute_score
+    if function.needs_ground_truth or (not function.is_builtin and function.accepts("ground_truth")):
         for dataset in datasets:
-            check_ground_truth(dataset, f"the reward function {manager.compute_score.name}")
+            check_ground_truth(dataset, f"the reward function {function.name}", function.needs_ground_truth)
     by_source = [(dataset, _items_by_source(inputs, dataset, manager.reward_fn_key)) for dataset in datasets]
     counts = sum((Counter({source: len(items[source]) for source in items}) for _, items in by_source), Counter())
     rows = "rows per data source: " + ", ".join(f"{source!r} {count:,}" for source, count in counts.items())
