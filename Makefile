@@ -6,7 +6,7 @@ VENV_SGLANG := .venv-sglang
 VENV_DOCS := .venv-docs
 VENV_MEGATRON := .venv-megatron
 # test processes
-WORKERS ?= 2
+WORKERS ?= 3
 # The programs that tests start find the modules compiled, whatever the environment of `make` says.
 export PYTHONDONTWRITEBYTECODE =
 RUN := $(VENV)/.ready-to-run

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from examples.quickstart.tiny_model import tiny_model
 from verl.cli.app import app
 from verl.data.files import read_rows
-from verl.evaluation.prompts import write_output
+from verl.evaluation.prompts import Responses, write_output
 
 
 @pytest.fixture
@@ -82,9 +82,11 @@ def test_a_reward_that_does_not_fit_is_reported_once(name, rows, text, run, tmp_
 def test_generated_rows_keep_the_data_source_of_training(tmp_path):
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "test.jsonl").write_text('{"prompt": "2+3?", "answer": "5"}\n')
-    prompts = SimpleNamespace(rows=read_rows(tmp_path / "my" / "test.jsonl"), prompt_ids=[[1]], media=None)
+    prompts = SimpleNamespace(
+        rows=read_rows(tmp_path / "my" / "test.jsonl"), prompt_ids=[[1]], media=None, uses_loops=False
+    )
     for name in ("out.jsonl", "out.parquet"):
-        write_output(prompts, [["5"]], tmp_path / name)
+        write_output(prompts, [Responses(["5"], [1], ["stop"])], tmp_path / name)
         assert [row["data_source"] for row in read_rows(tmp_path / name)] == ["my"]
 
 

@@ -304,7 +304,8 @@ def test_commands_of_the_page(tmp_path, monkeypatch, capsys):
     (quickstart / "data").mkdir()
     rows = pa.Table.from_pylist(as_rl_rows("reverse", held_out_examples("reverse")[:30]))
     pq.write_table(rows, quickstart / "data/test.parquet")
-    found = commands((ROOT / "docs/generation_and_evaluation.md").read_text())
+    page = commands((ROOT / "docs/generation_and_evaluation.md").read_text())
+    found = [words for words in page if "tools.parquet" not in " ".join(words)]  # tests/trainer/test_offline_tools.py
     assert len(found) == 6
     for python, minus_m, module, *arguments in found:
         assert (python, minus_m) == ("python", "-m")
