@@ -24,7 +24,7 @@ showcase: $(RUN)
 	$(VENV)/bin/python -m pip install --quiet "gguf>=0.10"
 	$(VENV)/bin/python examples/quickstart/run.py --model $(or $(MODEL),smollm2) $(ARGS)
 
-# Required for every change: about 9 minutes on two cores, no GPU. Pass options as ARGS="-k name".
+# Required for every change: about 8 minutes on two cores, no GPU. Pass options as ARGS="-k name".
 test: $(TEST)
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
