@@ -21,7 +21,7 @@ quickstart: $(RUN)
 
 # Train SmolLM2-135M-Instruct on arithmetic, in two to three minutes on two cores. MODEL=FOLDER uses a local model.
 showcase: $(RUN)
-	$(VENV)/bin/python -m pip install --quiet "gguf>=0.10"
+	$(VENV)/bin/python -m pip install --quiet "gguf>=0.17" accelerate
 	$(VENV)/bin/python examples/quickstart/run.py --model $(or $(MODEL),smollm2) $(ARGS)
 
 # Required for every change: about 8 minutes on two cores, no GPU. Pass options as ARGS="-k name".

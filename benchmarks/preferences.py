@@ -16,8 +16,6 @@ import logging
 import random
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,10 +41,11 @@ LOSSES: dict[str, list[str]] = {
 @contextlib.contextmanager
 def judge(control: bool) -> Iterator[str]:
     """The URL of an endpoint that grades a response by its share of a, or at random."""
-    import uvicorn
     from starlette.applications import Starlette
     from starlette.responses import JSONResponse
     from starlette.routing import Route
+
+    from verl.server.http import ServerThread
 
     async def complete(request: Any) -> JSONResponse:
         text = (await request.json())["messages"][0]["content"]
@@ -55,14 +54,8 @@ def judge(control: bool) -> Iterator[str]:
         return JSONResponse({"choices": [{"message": message}], "usage": {"prompt_tokens": len(text)}})
 
     app = Starlette(routes=[Route("/v1/chat/completions", complete, methods=["POST"])])
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
-    server.should_exit = True
-    thread.join()
+    with ServerThread(app) as server:
+        yield f"{server.url}/v1"
 
 
 def word(draw: random.Random) -> str:

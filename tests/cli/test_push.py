@@ -2,13 +2,9 @@
 
 import base64
 import json
-import socket
-import threading
-import time
 
 import pytest
 import torch
-import uvicorn
 import yaml
 from huggingface_hub import constants
 from safetensors.torch import load_file
@@ -19,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from verl.cli.app import app
+from verl.server.http import ServerThread
 
 
 class Hub:
@@ -79,16 +76,10 @@ class Hub:
 
 @pytest.fixture(scope="module")
 def hub():
-    hub, sock = Hub(), socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(hub.app, log_level="error"))
-    thread = threading.Thread(target=server.run, args=([sock],))
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    hub.address = f"http://127.0.0.1:{sock.getsockname()[1]}"
-    yield hub
-    server.should_exit = True
-    thread.join()
+    hub = Hub()
+    with ServerThread(hub.app) as server:
+        hub.address = server.url
+        yield hub
 
 
 @pytest.fixture(scope="module")

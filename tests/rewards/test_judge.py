@@ -2,11 +2,9 @@
 
 import asyncio
 import json
-import threading
 import time
 
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -19,6 +17,7 @@ from verl.rewards.judge import Judge, JudgeError
 from verl.rewards.managers import NaiveRewardManager
 from verl.rewards.outcome import RewardError
 from verl.rewards.resolve import resolve_reward_function
+from verl.server.http import ServerThread
 
 
 class Endpoint:
@@ -52,15 +51,9 @@ def server():
         return await endpoint(request)
 
     app = Starlette(routes=[Route("/v1/chat/completions", complete, methods=["POST"])])
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    endpoint.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
-    yield endpoint
-    server.should_exit = True
-    thread.join()
+    with ServerThread(app) as server:
+        endpoint.url = f"{server.url}/v1"
+        yield endpoint
 
 
 @pytest.fixture
