@@ -36,6 +36,8 @@ from numbers import Real
 from types import FunctionType
 from typing import Any
 
+from torch.profiler import record_function
+
 from verl.protocol import DataProto
 from verl.registry import Registry
 
@@ -117,6 +119,12 @@ class Call:
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     padding: int = 0
     collect: bool = True
+
+    def run(self, workers: Mapping[str, Any], role: str, method: str) -> Any:
+        """Call a method of the worker of a role, under its name in traces of torch, and prepare the result."""
+        with record_function(f"{role}.{method}"):
+            result = getattr(workers[role], method)(*self.args, **self.kwargs)
+        return self.finish(result)
 
     def finish(self, result: Any) -> Any:
         """Prepare a result for the caller: drop padding rows, or return None if the result is not collected."""

@@ -6,7 +6,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.profiler import record_function
 
 from verl.config import schema
 from verl.processes.limits import Limits
@@ -36,9 +35,7 @@ class InProcessPool:
         """Run `method` of `role`."""
         (call,) = calls
         try:
-            with record_function(f"{role}.{method}"):  # its name in the traces of trainer.profile_steps
-                result = getattr(self.workers[role], method)(*call.args, **call.kwargs)
-            return Future.completed([call.finish(result)])
+            return Future.completed([call.run(self.workers, role, method)])
         except Exception as error:
             error.add_note(f"in {role}.{method}(), rank 0 of 1, in this process")
             raise

@@ -13,8 +13,6 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from torch.profiler import record_function
-
 from verl.processes.child import Channel, start_reports
 from verl.processes.streams import redact_output
 from verl.single_controller.dispatch import Call
@@ -68,9 +66,7 @@ class WorkerHost:
         role, method, padding, packed = message.load()
         self._current_call = (role, method)
         args, kwargs = unpack_call(message, packed)
-        with record_function(f"{role}.{method}"):
-            result = getattr(self.workers[role], method)(*args, **kwargs)
-        return Call(args, kwargs, padding, collect=message.kind is Kind.CALL).finish(result)
+        return Call(args, kwargs, padding, collect=message.kind is Kind.CALL).run(self.workers, role, method)
 
     def serve(self, channel: Channel) -> None:
         """Handle messages until STOP, or until the parent ends."""

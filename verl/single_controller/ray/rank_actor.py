@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import ray
-from torch.profiler import record_function
 
 from verl.processes.streams import redact_output
 from verl.single_controller.dispatch import Call
@@ -93,9 +92,7 @@ class RankActor:
         since = self._running_since = time.monotonic()
         try:
             args, kwargs = load_call(packed, columns)
-            with record_function(f"{role}.{method}"):
-                result = getattr(self._workers[role], method)(*args, **kwargs)
-            result, large = pack_result(Call(args, kwargs, padding, collect).finish(result))
+            result, large = pack_result(Call(args, kwargs, padding, collect).run(self._workers, role, method))
             return True, (result, large and ray.put(large)), time.time(), time.monotonic() - since
         except BaseException as error:  # including SystemExit: a worker that calls sys.exit() is reported
             return self._failed(error, role, method, since)
