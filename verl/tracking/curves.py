@@ -73,7 +73,8 @@ def save_curves(metrics_jsonl: str | Path, out_png: str | Path, keys: Sequence[s
         ValueError: if a key is not in the file, there is nothing to plot, or matplotlib is not installed.
     """
     path = Path(metrics_jsonl)
-    run = RecordedRun(path.parent, read_about(path.parent), path.name)
+    run = RecordedRun(path.parent, read_about(path.parent))
+    run.__dict__["metrics"] = read_metrics(path)  # of a file with any name
     return _save([run], [""], out_png, keys, run.title if run.about else "")
 
 

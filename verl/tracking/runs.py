@@ -134,17 +134,15 @@ class RecordedRun:
     Attributes:
         folder: trainer.default_local_dir of the run.
         about: content of run.json; empty for a run that has none.
-        metrics_file: its name in the folder.
     """
 
     folder: Path
     about: Mapping[str, Any] = field(default_factory=dict)
-    metrics_file: str = "metrics.jsonl"
 
     @cached_property
     def metrics(self) -> dict[str, Series]:
-        """Name -> [(step, value)]; empty if there is no such file."""
-        path = self.folder / self.metrics_file
+        """Name -> [(step, value)]; empty if there is no metrics.jsonl."""
+        path = self.folder / "metrics.jsonl"
         return read_metrics(path) if path.is_file() else {}
 
     @property
