@@ -197,7 +197,7 @@ def test_the_processes_of_all_pools_share_the_cores(device, given, of_workers, h
     ("changed", "message"),
     [
         ({"backend": "ray"}, "trainer.backend is ray, but this trainer does not use it"),
-        ({"nnodes": 2}, "trainer.nnodes is 2, but this trainer runs on one host"),
+        ({"nnodes": 2}, "trainer.nnodes is 2, but trainer.backend=local runs on one host"),
         ({"n_gpus_per_node": 2}, "trainer.n_gpus_per_node is 2, but InProcessCluster has one process"),
         ({"device": "tpu"}, "tpu"),
     ],

@@ -131,7 +131,7 @@ REFUSED = {
         # places
         (["placement.ref_devices=[0]"], "this run has no role 'ref'"),
         (["placement.actor_devices=[0,0]"], "expected only device 0, the only one there is"),
-        (["trainer.nnodes=2"], "trainer.nnodes is 2, but this trainer runs on one host: set trainer.nnodes=1"),
+        (["trainer.nnodes=2"], "trainer.nnodes is 2, but trainer.backend=local runs on one host: set trainer.nnodes=1"),
         ([MODEL + "use_liger=true", "trainer.device=cpu"], "Liger kernels need a GPU"),
         # files and folders
         (["trainer.rollout_data_dir=a_file/answers"], "trainer.rollout_data_dir: expected a writable folder"),

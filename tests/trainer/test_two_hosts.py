@@ -1,7 +1,8 @@
 """Two hosts: network namespaces of this machine with an Ethernet link between them, each a node of one Ray cluster.
 
-The hosts have names that no name server knows, and interfaces with different names. Needs root and iproute2 (`ip`).
-`make test-hosts` runs these tests.
+The first host resolves its own name to 127.0.1.1, as Debian's installer sets it up; the second has a name that nobody
+knows. Their interfaces have different names, and each has a second one, which does not reach the other host. Needs root
+and iproute2 (`ip`). `make test-hosts` runs these tests.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.trainer.slow_link import open_tap, relay
 from tests.waiting import wait_until
 from verl.single_controller.worker import free_port
 
@@ -54,16 +56,20 @@ class Hosts:
     Attributes:
         folder: of this test.
         env: of every process.
+        port: of Ray.
     """
 
     folder: Path
     env: dict[str, str]
     port: int
+    torchrun_port: int
 
     def start(self, host: str, *command: str, **options) -> subprocess.Popen:
         """A process on a host, which has the name of the host as its own."""
-        shell = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host]
-        return subprocess.Popen(["ip", "netns", "exec", f"verl-{host}", *shell, *command], env=self.env, **options)
+        own_name = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
+        shell = ["unshare", "--uts", "--mount", "sh", "-c", own_name, host, str(self.folder / f"{host}.hosts")]
+        command = ["ip", "netns", "exec", f"verl-{host}", *shell, *command]
+        return subprocess.Popen(command, **{"env": self.env, **options})
 
     def start_ray(self) -> None:
         for host, (address, _) in HOSTS.items():
@@ -93,6 +99,18 @@ class Hosts:
             *("trainer.total_training_steps=100", "trainer.logger=[console,jsonl]"),
         ]
 
+    def torchrun(self, folder: Path, module: str, *settings: str) -> list[subprocess.Popen]:
+        """torchrun on both hosts, with one rank on each."""
+        log, runs = (self.folder / f"{folder.name}.log").open("a"), []
+        env = {name: value for name, value in self.env.items() if not name.startswith("RAY_")}
+        env["RAY_TMPDIR"] = self.env["RAY_TMPDIR"]
+        for rank, host in enumerate(HOSTS):
+            torchrun = ["torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", f"--node_rank={rank}"]
+            where = [f"--master_addr={HEAD}", f"--master_port={self.torchrun_port}", "-m", module]
+            command = [sys.executable, "-m", *torchrun, *where, *settings, f"trainer.default_local_dir={folder}"]
+            runs.append(self.start(host, *command, stdout=log, stderr=subprocess.STDOUT, cwd=self.folder, env=env))
+        return runs
+
     def log(self, folder: Path) -> str:
         return (self.folder / f"{folder.name}.log").read_text()
 
@@ -116,7 +134,8 @@ def hosts(tmp_path_factory) -> Iterator[Hosts]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("GLOO_", "NCCL_", "RAY_"))}
     env |= {"PATH": f"{bin_folder}{os.pathsep}{env['PATH']}", "PYTHONPATH": str(ROOT), "HOME": str(folder)}
     env |= {"RAY_AUTH_MODE": "token", "RAY_TMPDIR": str(ray_folder), "OMP_NUM_THREADS": "1"}
-    hosts = Hosts(folder, env, free_port())
+    env["RAY_health_check_failure_threshold"] = "20"  # as docs/multinode.md says
+    hosts = Hosts(folder, env, free_port(), free_port())
     env["RAY_ADDRESS"] = f"{HEAD}:{hosts.port}"
     ray_folder.mkdir()
     subprocess.run(["ray", "get-auth-token", "--generate"], env=env, check=True, capture_output=True)
@@ -124,6 +143,8 @@ def hosts(tmp_path_factory) -> Iterator[Hosts]:
     subprocess.run([*make, "--out", str(folder / "model")], env=env, check=True, capture_output=True)
     tasks = [sys.executable, str(ROOT / "examples/quickstart/tasks.py"), "reverse", "--rows", "64"]
     subprocess.run([*tasks, "--out", str(folder / "data")], env=env, check=True, capture_output=True)
+    (folder / "nodea.hosts").write_text("127.0.0.1 localhost\n127.0.1.1 nodea\n")
+    (folder / "nodeb.hosts").write_text("127.0.0.1 localhost\n")
     (folder / "reward.py").write_text("def compute_score(solution_str): return len(set(solution_str)) / 8.0\n")
     try:
         for host, (address, interface) in HOSTS.items():
@@ -133,7 +154,12 @@ def hosts(tmp_path_factory) -> Iterator[Hosts]:
                 continue
             here = HOSTS["nodea"][1]
             ip("link", "add", here, "netns", "verl-nodea", "type", "veth", "peer", interface, "netns", f"verl-{host}")
-        for host, (address, interface) in HOSTS.items():
+        for number, (host, (address, interface)) in enumerate(HOSTS.items()):
+            # a bridge of containers, as many hosts have one
+            ip("-n", f"verl-{host}", "link", "add", "br0", "type", "veth", "peer", "br1")
+            ip("-n", f"verl-{host}", "address", "add", f"172.17.{number}.1/16", "dev", "br0")
+            ip("-n", f"verl-{host}", "link", "set", "br0", "up")
+            ip("-n", f"verl-{host}", "link", "set", "br1", "up")
             ip("-n", f"verl-{host}", "address", "add", f"{address}/24", "dev", interface)
             ip("-n", f"verl-{host}", "link", "set", interface, "up")
         hosts.start_ray()
@@ -155,9 +181,9 @@ def undisturbed(hosts) -> Path:
     return folder
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The actor of a run's last checkpoint, merged."""
-    actor, target = folder / "global_step_100" / "actor", folder / "merged"
+def weights(folder: Path, step: int = 100) -> dict[str, torch.Tensor]:
+    """The actor of a run's checkpoint, merged."""
+    actor, target = folder / f"global_step_{step}" / "actor", folder / f"merged_{step}"
     command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
     arguments = ["--local_dir", str(actor), "--target_dir", str(target)]
     if not target.is_dir():
@@ -190,13 +216,31 @@ def set_link(state: str) -> None:
     ip("-n", "verl-nodea", "link", "set", HOSTS["nodea"][1], state)
 
 
+@contextlib.contextmanager
+def slow_link(seconds: float, loss: float) -> Iterator[None]:
+    """The addresses of the hosts move to a link with this delay in each direction, and this share of lost frames."""
+    taps = [open_tap(f"tap-{host}") for host in HOSTS]
+    for host in HOSTS:
+        ip("link", "set", f"tap-{host}", "netns", f"verl-{host}", "up")
+    with relay(*taps, seconds, loss):
+        for host, (address, interface) in HOSTS.items():
+            ip("-n", f"verl-{host}", "address", "delete", f"{address}/24", "dev", interface)
+            ip("-n", f"verl-{host}", "address", "add", f"{address}/24", "dev", f"tap-{host}")
+        try:
+            yield
+        finally:
+            for host, (address, interface) in HOSTS.items():
+                ip("-n", f"verl-{host}", "address", "delete", f"{address}/24", "dev", f"tap-{host}")
+                ip("-n", f"verl-{host}", "address", "add", f"{address}/24", "dev", interface)
+
+
 def test_two_hosts_train(hosts, undisturbed):
     """Their names cannot be resolved, and no variable names an interface."""
     assert len(records(undisturbed)) == 100
     assert records(undisturbed)[-1]["critic/rewards/mean"] > records(undisturbed)[0]["critic/rewards/mean"]
 
 
-@pytest.mark.parametrize("seconds", [5, 20])
+@pytest.mark.parametrize("seconds", [5, 30])
 def test_a_short_cut_of_the_link_changes_nothing(hosts, undisturbed, seconds):
     folder, run = after_steps(hosts, f"cut-{seconds}", 30)
     set_link("down")
@@ -204,6 +248,41 @@ def test_a_short_cut_of_the_link_changes_nothing(hosts, undisturbed, seconds):
     set_link("up")
     assert run.wait(300) == 0, hosts.log(folder)[-3000:]
     assert_equal_runs(folder, undisturbed)
+
+
+def test_a_slow_and_lossy_link_changes_nothing(hosts, undisturbed):
+    """200 ms for a message and its response, and 2 % of all frames are lost."""
+    folder = hosts.folder / "slow"
+    with slow_link(0.1, 0.02):
+        assert hosts.train(folder, "trainer.total_training_steps=20").wait(600) == 0, hosts.log(folder)[-3000:]
+    rewards = [[r["critic/rewards/mean"] for r in records(run)[:20]] for run in (folder, undisturbed)]
+    assert rewards[0] == rewards[1] and len(rewards[0]) == 20
+    torch.testing.assert_close(weights(folder, 20), weights(undisturbed, 20), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("seconds", [0, 20])
+def test_torchrun_trains_on_both_hosts(hosts, seconds):
+    """As two processes of one host do, also if the link is cut for a while."""
+    data = hosts.folder / "sft.jsonl"
+    rows = ({"prompt": "abc" * (i % 3), "response": "cb" * (i % 4)} for i in range(64))
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [f"model.path={hosts.folder}/model", f"data.train_files={data}", "data.train_batch_size=8"]
+    settings += ["trainer.total_epochs=10", "optim.lr=1e-3", "trainer.logger=[console,jsonl]"]
+    alone, folder = hosts.folder / "sft-alone", hosts.folder / f"sft-{seconds}"
+    if not alone.is_dir():
+        command = [sys.executable, "-m", "verl.trainer.sft_trainer", *settings, "trainer.n_gpus_per_node=2"]
+        command.append(f"trainer.default_local_dir={alone}")
+        subprocess.run(command, env=hosts.env, cwd=hosts.folder, check=True, capture_output=True, timeout=300)
+    runs = hosts.torchrun(folder, "verl.trainer.sft_trainer", *settings)
+    if seconds:
+        wait_until(lambda: len(records(folder)) >= 5 or runs[0].poll() is not None, 240)
+        set_link("down")
+        time.sleep(seconds)
+        set_link("up")
+    assert [run.wait(300) for run in runs] == [0, 0], hosts.log(folder)[-3000:]
+    losses = [[record["train/nll"] for record in records(run)] for run in (folder, alone)]
+    assert losses[0] == losses[1] and len(losses[0]) == 80
+    torch.testing.assert_close(weights(folder, 80), weights(alone, 80), rtol=0, atol=0)
 
 
 def kill_worker(hosts: Hosts) -> None:
@@ -240,11 +319,19 @@ def kill_raylet(hosts: Hosts) -> None:
     hosts.processes("nodeb", "raylet")[0].kill()
 
 
+def switch_off(hosts: Hosts) -> None:
+    """No connection is closed."""
+    set_link("down")
+    for process in hosts.processes("nodeb", ""):
+        process.kill()
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
         (kill_raylet, "its node 10.78.0.2 is lost"),
         (cut_for_good, "network fault"),
+        (switch_off, "network fault"),
     ],
 )
 def test_a_lost_node_is_named_and_the_run_resumes(hosts, undisturbed, fault: Callable[[Hosts], None], message: str):

@@ -233,7 +233,7 @@ def dump_config(config: Schema, *, everything: bool = False, redact: bool = Fals
 
 # ---- checks across fields -------------------------------------------------------------------------------------------
 
-_RUN = (run.check_secrets, run.check_run_name, run.check_resume)
+_RUN = (run.check_secrets, run.check_run_name, run.check_resume, run.check_worker_env)
 
 CHECKS: dict[type[Schema], tuple[Check, ...]] = {
     Schema: (run.check_templates, run.check_zeros),
@@ -243,7 +243,6 @@ CHECKS: dict[type[Schema], tuple[Check, ...]] = {
         batch.check_batches,
         batch.check_ranks,
         batch.check_rollout_ranks,
-        run.check_worker_env,
         rollout.check_sampling,
         rollout.check_filters,
         rollout.check_weight_sync,

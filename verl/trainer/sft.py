@@ -35,7 +35,7 @@ class SFTTrainer(Trainer):
             the files of the configuration.
         model: a model object of transformers, with its tokenizer, instead of model.path. It is not changed.
         tokenizer: None: that of the model.
-        cluster: where the workers run; None: this process, or processes of this host.
+        cluster: where the workers run; None: chosen by trainer.backend and the number of processes.
     """
 
     saved_roles = ("actor",)
@@ -67,7 +67,6 @@ class SFTTrainer(Trainer):
             model=model,
             tokenizer=tokenizer,
             cluster=cluster,
-            backend="local",
         )
         inputs = run.inputs = load_sft_inputs(run, tokenizer, self.dataset_class, self.collate)
         run_checks(run, INPUTS)
@@ -79,7 +78,8 @@ class SFTTrainer(Trainer):
         return {"actor": WorkerSpec(SFTWorker, {"config": self.config, "total_training_steps": self.total_steps})}
 
     def init_workers(self) -> None:
-        pool = ResourcePool("actor", (self.config.trainer.n_gpus_per_node,))
+        trainer = self.config.trainer
+        pool = ResourcePool("actor", (trainer.n_gpus_per_node,) * trainer.nnodes)
         imports = tuple(self.config.imports)
         specs = {role: replace(spec, imports=imports) for role, spec in self.worker_specs().items()}
         self.roles.update(self.cluster.start({"actor": [(role, pool) for role in specs]}, specs))

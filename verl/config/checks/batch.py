@@ -142,8 +142,9 @@ def _check_tensor_parallel(prefix: str, rollout: RolloutEngineConfig, ranks: int
 def check_sft_ranks(config: SFTConfig) -> Iterator[Problem]:
     """Every data-parallel rank must get the same number of samples of a batch."""
     batch, (role,) = config.data.train_batch_size, model_roles(config)
-    yield from _check_model_parallel(role, config.trainer.n_gpus_per_node)
-    ranks = _data_parallel_ranks(role, config.trainer.n_gpus_per_node)
+    processes = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    yield from _check_model_parallel(role, processes)
+    ranks = _data_parallel_ranks(role, processes)
     if ranks and batch % ranks:
         fitting = " or ".join(str(size) for size in (batch // ranks * ranks, (batch // ranks + 1) * ranks) if size)
         yield Problem("data.train_batch_size", f"{batch} samples are not divisible by {ranks} ranks: use {fitting}")

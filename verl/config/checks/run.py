@@ -105,7 +105,7 @@ def check_resume(config: Config | SFTConfig) -> Iterator[Problem]:
         yield Problem(key, "null, but trainer.resume_mode=resume_path needs it: set it to a global_step_N folder")
 
 
-def check_worker_env(config: Config) -> Iterator[Problem]:
+def check_worker_env(config: Config | SFTConfig) -> Iterator[Problem]:
     """`worker_env` has no variable that each worker gets from its rank."""
     for name in _SET_FOR_WORKERS & config.trainer.worker_env.keys():
         yield Problem(f"trainer.worker_env.{name}", "is set for each worker from its rank: remove it")

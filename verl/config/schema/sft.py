@@ -17,7 +17,7 @@ from verl.config.schema.model import (
     OptimConfig,
     is_model_parallel,
 )
-from verl.config.schema.trainer import RunConfig
+from verl.config.schema.trainer import RayConfig, RunConfig
 
 
 class SFTDataConfig(MediaSection):
@@ -117,6 +117,7 @@ class SFTConfig(RunSchema):
     checkpoint: SFTCheckpointConfig = section(SFTCheckpointConfig, "contents of a checkpoint")
     trainer: SFTTrainerConfig = section(SFTTrainerConfig, "the run")
     imports: StrList = field([], "Python files or modules that every process imports first (custom code)")
+    ray_kwargs: RayConfig = section(RayConfig, "how Ray is started", active_when=("trainer.backend", "ray"))
 
 
 # ---- preferences ----------------------------------------------------------------------------------------------------

@@ -60,6 +60,11 @@ class RunConfig(Section):
     backend: Literal["local", "ray"] = field("local", "executor: processes of this host, or a Ray cluster")
     nnodes: int = field(1, "number of hosts", ge=1)
     n_gpus_per_node: int = field(1, "processes per host, one per GPU (or CPU rank)", ge=1)
+    worker_env: dict[str, str] = field(
+        {},
+        "environment variables of the workers, such as NCCL_SOCKET_IFNAME, and of processes of reward functions, tools "
+        "and agents",
+    )
     val_before_train: bool = field(True, "validate before the first step")
     val_only: bool = field(False, "validate and stop")
     test_freq: _Steps | Literal["after_each_epoch"] = field(
@@ -140,11 +145,6 @@ class TrainerConfig(_WithAsync):
     max_actor_ckpt_to_keep: int | None = field(None, "number of actor checkpoints to keep; null: all", ge=1)
     max_critic_ckpt_to_keep: int | None = field(None, "number of critic checkpoints to keep; null: all", ge=1)
     critic_warmup: int = field(0, "steps in which only the critic is updated", ge=0)
-    worker_env: dict[str, str] = field(
-        {},
-        "environment variables of the workers, such as NCCL_SOCKET_IFNAME, and of processes of reward functions, tools "
-        "and agents",
-    )
     overlap: bool = field(False, "run independent operators of different resource pools concurrently")
     log_samples: int = field(0, "number of samples of each step sent to the trackers, drawn at random", ge=0)
     log_val_generations: int = field(0, "number of validation samples sent to the trackers", ge=0)

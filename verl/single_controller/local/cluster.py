@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.config import schema
 from verl.processes.limits import Limits
 from verl.single_controller.cluster import Pools, ResourcePool, RunConfig, start_pools, wait_limits
 from verl.single_controller.dispatch import Call
@@ -126,11 +125,9 @@ def colocate(specs: Mapping[str, WorkerSpec], n_workers: int = 1, **options: Any
 def local_cluster(config: RunConfig) -> "InProcessCluster | ProcessCluster":
     """This process for a run of one process without a separate environment; otherwise processes of this host."""
     trainer = config.trainer
-    # supervised fine-tuning has no separate environment
-    env = trainer.worker_env if isinstance(trainer, schema.TrainerConfig) else {}
-    if trainer.n_gpus_per_node == 1 and not env:
+    if trainer.n_gpus_per_node == 1 and not trainer.worker_env:
         return InProcessCluster()
-    return ProcessCluster(device=trainer.device, timeout=wait_limits(config), env=env)
+    return ProcessCluster(device=trainer.device, timeout=wait_limits(config), env=trainer.worker_env)
 
 
 class InProcessCluster:
@@ -240,6 +237,6 @@ def _check_one_host(config: RunConfig) -> None:
         )
     if trainer.nnodes > 1:
         raise ValueError(
-            f"trainer.nnodes is {trainer.nnodes}, but this trainer runs on one host: set trainer.nnodes=1 "
-            "(main_ppo with trainer.backend=ray, or RayPPOTrainer, runs on several)"
+            f"trainer.nnodes is {trainer.nnodes}, but trainer.backend=local runs on one host: set trainer.nnodes=1, or "
+            "trainer.backend=ray (docs/multinode.md)"
         )

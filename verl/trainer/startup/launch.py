@@ -12,6 +12,7 @@ from verl.trainer.guards.early_stopping import NoMetricError
 from verl.trainer.guards.interruption import Stopped, sigterm_raises
 from verl.trainer.guards.mismatch import RolloutMismatchError
 from verl.trainer.startup.command_line import USER_ERRORS, print_error
+from verl.trainer.startup.torchrun import launcher_settings
 from verl.utils.disk import DiskError
 from verl.utils.log import console, setup_logging, styled
 from verl.utils.redaction import redact_text
@@ -97,7 +98,9 @@ def _failure_summary(trainer: "Trainer", error: Exception) -> str:
 
 
 def _resume_command() -> str | None:
-    """The command line of this process; None if it contains a secret, which does not belong into a log."""
+    """The command line of this process; None if it contains a secret, or is that of a launcher, which is unknown."""
+    if launcher_settings():
+        return None
     script = Path(sys.argv[0])
     program = (
         ["verl"] if script.name == "verl" else ["python", *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]

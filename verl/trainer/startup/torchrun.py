@@ -1,9 +1,11 @@
-"""Commands under torchrun: rank 0 runs the command, the other ranks end at once.
+"""Commands under torchrun: rank 0 runs the command, the other ranks of its host end at once.
 
     torchrun --nproc_per_node=4 -m verl.trainer.sft_trainer key=value ...
+    torchrun --nnodes=2 --nproc_per_node=4 --master_addr=HOST --node_rank=0 -m verl.trainer.sft_trainer key=value ...
 
 Rank 0 is the controller. It starts one worker process per torchrun rank, as it does without torchrun, so the results
-are the same. torchrun ends when rank 0 does, and fails if it fails.
+are the same. On several hosts, the first process of each starts a Ray node, and the workers run on this cluster.
+torchrun ends when rank 0 does, and fails if it fails.
 """
 
 import os
@@ -23,7 +25,8 @@ _OPTIONAL_VARIABLES = (
     *("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
 )
-_ranks: ContextVar[int | None] = ContextVar("ranks of torchrun", default=None)
+#: (hosts, ranks of each) of the command that runs
+_size: ContextVar[tuple[int, int] | None] = ContextVar("hosts and ranks of torchrun", default=None)
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Torchrun:
 
     rank: int
     world_size: int
+    local_rank: int  # on this host
     local_world_size: int  # number of processes on this host
 
     @classmethod
@@ -42,32 +46,39 @@ class Torchrun:
         return cls(
             rank=int(env["RANK"]),
             world_size=int(env["WORLD_SIZE"]),
+            local_rank=int(env["LOCAL_RANK"]),
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
         )
 
     def run(self, command: Callable[[], int]) -> int:
-        """Run `command` on rank 0. Returns its exit status; 0 on other ranks."""
-        if self.local_world_size < self.world_size:
-            if self.rank == 0:
-                print(
-                    f"error: torchrun started {self.world_size} ranks on several nodes ({self.local_world_size} on "
-                    "this one). Several nodes are supported on Ray: start the command once, without torchrun, with "
-                    "trainer.backend=ray (docs/multinode.md)",
-                    file=sys.stderr,
-                )
+        """Run `command` on rank 0. Returns its exit status; 0 on other ranks of a host."""
+        if self.local_rank:
+            return 0
+        hosts, rest = divmod(self.world_size, self.local_world_size)
+        if rest:
+            print(
+                f"error: torchrun started {self.world_size} ranks, {self.local_world_size} of them on this host: start "
+                "the same number on each host",
+                file=sys.stderr,
+            )
             return 1
-        return self._lead(command) if self.rank == 0 else 0
+        store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        is_held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun
+        _remove_variables()  # child processes do not get them
+        if hosts == 1:
+            return self._lead(command, hosts)
+        from verl.single_controller.ray.torchrun_nodes import run_on_nodes
 
-    def _lead(self, command: Callable[[], int]) -> int:
-        """Run the command with the number of torchrun ranks. Child processes do not get the variables of torchrun."""
-        for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
-            del os.environ[name]
-        _remove_variables()
-        token = _ranks.set(self.world_size)
+        host = self.rank // self.local_world_size
+        return run_on_nodes(lambda: self._lead(command, hosts), host, hosts, store, holds_store=not is_held)
+
+    def _lead(self, command: Callable[[], int], hosts: int) -> int:
+        """Run the command with the hosts and ranks of torchrun as settings."""
+        token = _size.set((hosts, self.local_world_size))
         try:
             return command()
         finally:
-            _ranks.reset(token)
+            _size.reset(token)
 
 
 def run_under_launcher(command: Callable[[], int]) -> int:
@@ -84,29 +95,31 @@ def run_under_launcher(command: Callable[[], int]) -> int:
 
 
 def _remove_variables() -> None:
-    for name in (*_REQUIRED_VARIABLES, *_OPTIONAL_VARIABLES):
-        os.environ.pop(name, None)
+    for name in list(os.environ):
+        if name in _REQUIRED_VARIABLES or name in _OPTIONAL_VARIABLES or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
 
 
 def launcher_settings() -> dict[str, Any]:
-    """Settings that user settings override: the number of ranks that torchrun started."""
-    ranks = _ranks.get()
-    return {} if ranks is None else {"trainer.n_gpus_per_node": ranks}
+    """Settings that user settings override: the hosts and ranks that torchrun started."""
+    hosts, ranks = _size.get() or (None, None)
+    settings = {} if ranks is None else {"trainer.n_gpus_per_node": ranks}
+    return settings if hosts in (None, 1) else settings | {"trainer.nnodes": hosts, "trainer.backend": "ray"}
 
 
 def check_launcher(config: "Schema") -> None:
     """Raise ValueError if torchrun started another number of ranks, or a script instead of a command of the package."""
     trainer = config.trainer
-    ranks, group = _ranks.get(), Torchrun.from_env(os.environ)
-    if ranks is None and group is not None and group.world_size > 1:
+    size, group = _size.get(), Torchrun.from_env(os.environ)
+    if size is None and group is not None and group.world_size > 1:
         raise ValueError(
             f"torchrun started this script {group.world_size} times, and each process would train alone: start it once "
             f"with `python` and trainer.n_gpus_per_node={group.world_size}; the trainer starts the ranks. (Under "
             "torchrun, run a command of the package, such as `torchrun -m verl.trainer.sft_trainer`)"
         )
-    if ranks is not None and ranks != trainer.n_gpus_per_node * trainer.nnodes:
+    if size is not None and size != (trainer.nnodes, trainer.n_gpus_per_node):
         raise ValueError(
-            f"torchrun started {ranks} ranks (WORLD_SIZE={ranks}), but trainer.n_gpus_per_node is "
+            f"torchrun started {size[1]} ranks on each of {size[0]} hosts, but trainer.n_gpus_per_node is "
             f"{trainer.n_gpus_per_node} and trainer.nnodes is {trainer.nnodes}: remove these keys, or set "
-            "--nproc_per_node to the product of the two"
+            "--nproc_per_node and --nnodes to them"
         )
