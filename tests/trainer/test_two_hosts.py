@@ -264,7 +264,7 @@ def test_a_slow_and_lossy_link_changes_nothing(hosts, undisturbed):
 def test_torchrun_trains_on_both_hosts(hosts, seconds):
     """As two processes of one host do, also if the link is cut for a while."""
     data = hosts.folder / "sft.jsonl"
-    rows = ({"prompt": "abc" * (i % 3), "response": "cb" * (i % 4)} for i in range(64))
+    rows = ({"prompt": "abc"[i % 3 :], "response": "cbca"[: 1 + i % 4]} for i in range(64))
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = [f"model.path={hosts.folder}/model", f"data.train_files={data}", "data.train_batch_size=8"]
     settings += ["trainer.total_epochs=10", "optim.lr=1e-3", "trainer.logger=[console,jsonl]"]
