@@ -69,7 +69,7 @@ def test_a_target_that_would_lose_the_checkpoint_or_the_base_model(copied):
         with pytest.raises(ValueError, match="contains the checkpoint itself"):
             merge(MergeOptions(root / "actor", target, overwrite=True))
     with pytest.raises(ValueError, match="is in the checkpoint, which must not change: choose another folder"):
-        merge(MergeOptions(root / "actor", root / "actor" / "huggingface", overwrite=True))
+        merge(MergeOptions(root / "actor", root / "actor" / "merged", overwrite=True))
     shutil.copytree(root / "actor" / "huggingface", root / "base")
     save_file({"weight": torch.ones(1)}, root / "base" / "model.safetensors")
     with pytest.raises(ValueError, match="is the base model: choose another folder"):

@@ -214,8 +214,23 @@ def load_with_report(auto: Any, path: str | Path | None, **arguments: Any) -> tu
         logging.set_verbosity(verbosity)
 
 
+#: names that models of transformers give the linear of a head for values
+VALUE_HEADS = ("score", "classifier")
+
+
+def value_head(module: nn.Module) -> str:
+    """The name of the head of a value or reward model. Raises ValueError if it is no linear over hidden states."""
+    for name in VALUE_HEADS:
+        if isinstance(getattr(module, name, None), nn.Linear):
+            return name
+    raise ValueError(
+        f"{type(module).__name__} has no linear head ({' or '.join(VALUE_HEADS)}): it is not supported as a critic or "
+        "reward model: use another model"
+    )
+
+
 def load_pretrained(
-    auto: Any, path: str, config: Any, dtype: torch.dtype, new_prefix: str | None = None, **build: Any
+    auto: Any, path: str, config: Any, dtype: torch.dtype, new_prefix: str | tuple[str, ...] | None = None, **build: Any
 ) -> tuple[nn.Module, set[str]]:
     """A model with the weights of its files.
 
@@ -224,7 +239,7 @@ def load_pretrained(
         path: see `read_config`.
         config: the HuggingFace config.
         dtype: dtype of the parameters.
-        new_prefix: parameters whose names start with it may be missing from the files.
+        new_prefix: parameters whose names start with one of them may be missing from the files.
         build: further arguments of `from_pretrained`.
 
     Returns:
