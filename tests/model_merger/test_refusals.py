@@ -1,6 +1,7 @@
 """Incomplete checkpoints, and results that are not the trained model, are refused; nothing is written."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -201,7 +202,12 @@ def test_a_wrong_merge_would_be_found(layout, name, made, tmp_path):
 
 def test_a_missing_folder_names_the_checkpoints_that_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("gsm8k/ppo-qwen2/global_step_3", "other/global_step_20"):
-        (tmp_path / "checkpoints" / name / "actor").mkdir(parents=True)
+    for time, name in enumerate(("other/global_step_20", "gsm8k/ppo-qwen2/global_step_3")):
+        actor = tmp_path / "checkpoints" / name / "actor"
+        actor.mkdir(parents=True)
+        os.utime(actor, (time, time))
     missing = tmp_path / "checkpoints/verl_examples/gsm8k/global_step_410/actor"
-    assert_refused(missing, r"no folder .*gsm8k/ppo-qwen2/global_step_3, checkpoints/other/global_step_20$")
+    assert_refused(
+        missing,
+        r"no folder .* checkpoints/other/global_step_20/actor, checkpoints/gsm8k/ppo-qwen2/global_step_3/actor$",
+    )
