@@ -55,7 +55,7 @@ def test_the_folder_in_the_checkpoint_gets_the_weights_that_it_lacks(copied, mad
     with caplog.at_level("INFO", "verl.model_merger"):
         merge(MergeOptions(actor, actor / "huggingface"))  # the manifest still holds
     assert "has the weights of the checkpoint already: nothing to merge" in caplog.text
-    with pytest.raises(ValueError, match="--dtype bfloat16 would change: choose another folder"):
+    with pytest.raises(ValueError, match="whose weights --dtype bfloat16 would change: choose another folder"):
         merge(MergeOptions(actor, actor / "huggingface", dtype="bfloat16"))
     save_file(
         dict(tensors(made / "trained"), **{"lm_head.weight": torch.ones(2)}), actor / "huggingface/model.safetensors"

@@ -133,12 +133,12 @@ def merge(options: MergeOptions) -> Path:
     in_place = target == resolved(options.local_dir) / "huggingface" and target.parent.name == "actor"
     if not in_place:
         _check_target(target, resolved(options.local_dir), options.overwrite)
+    elif dtype is not None:
+        raise ValueError(
+            f"--target_dir {target} is in the checkpoint, whose weights --dtype {options.dtype} would change: choose "
+            "another folder"
+        )
     elif weight_files(target):
-        if dtype is not None:
-            raise ValueError(
-                f"--target_dir {target} has the weights of the checkpoint, which --dtype {options.dtype} "
-                "would change: choose another folder"
-            )
         if faults := compare(options.local_dir, target, options.trust_remote_code, options.base):
             raise ValueError(f"--target_dir {target} has other weights than the checkpoint: {'; '.join(faults)}")
         logger.info("%s has the weights of the checkpoint already: nothing to merge", target)

@@ -214,18 +214,19 @@ def load_with_report(auto: Any, path: str | Path | None, **arguments: Any) -> tu
         logging.set_verbosity(verbosity)
 
 
-#: names that models of transformers give the linear of a head for values
+#: names that models of transformers give the head of a value model
 VALUE_HEADS = ("score", "classifier")
 
 
 def value_head(module: nn.Module) -> str:
-    """The name of the head of a value or reward model. Raises ValueError if it is no linear over hidden states."""
-    for name in VALUE_HEADS:
-        if isinstance(getattr(module, name, None), nn.Linear):
-            return name
+    """The name of the head of a value or reward model. Raises ValueError if it has none that reads hidden states."""
+    if hasattr(module, "score"):
+        return "score"
+    if isinstance(getattr(module, "classifier", None), nn.Linear):  # of encoders, it reads a pooled state
+        return "classifier"
     raise ValueError(
-        f"{type(module).__name__} has no linear head ({' or '.join(VALUE_HEADS)}): it is not supported as a critic or "
-        "reward model: use another model"
+        f"{type(module).__name__} has no head called {' or '.join(VALUE_HEADS)} that reads hidden states: it is not "
+        "supported as a critic or reward model"
     )
 
 
