@@ -222,7 +222,7 @@ def value_head(module: nn.Module) -> str:
     """The name of the head of a value or reward model. Raises ValueError if it has none that reads hidden states."""
     if hasattr(module, "score"):
         return "score"
-    if isinstance(getattr(module, "classifier", None), nn.Linear):  # of encoders, it reads a pooled state
+    if isinstance(getattr(module, "classifier", None), nn.Linear):
         return "classifier"
     raise ValueError(
         f"{type(module).__name__} has no head called {' or '.join(VALUE_HEADS)} that reads hidden states: it is not "
