@@ -279,8 +279,7 @@ def start_pools(
     # of one pool in this thread, where a breakpoint in a worker's constructor is one of this program
     groups = dict(start(*others[0])) if len(others) == 1 else _start_in_threads(others, start)
     if len(others) < len(arguments):
-        from verl.single_controller.local.cluster import colocate
-
+        colocate = load_object("verl.single_controller.local.cluster", "colocate")
         try:
             for roles in (roles for roles, pool in arguments if pool.is_local):
                 groups |= colocate(roles)
