@@ -101,6 +101,6 @@ def placement_words(pools: Mapping[str, Sequence[tuple[str, ResourcePool]]]) -> 
     for placed in pools.values():
         pool = placed[0][1]
         numbers = pool.devices if pool.devices is not None else range(pool.world_size)
-        place = "in this process" if pool.is_local else f"on {format_devices(numbers)}"
-        descriptions.append(f"{', '.join(role for role, _ in placed)} {place}")
+        location = "in this process" if pool.is_local else f"on {format_devices(numbers)}"
+        descriptions.append(f"{', '.join(role for role, _ in placed)} {location}")
     return "; ".join(descriptions)
