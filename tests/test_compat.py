@@ -1,6 +1,8 @@
 """Module paths of public verl and of earlier versions are the modules here; names are found, or the error helps."""
 
 import importlib
+import pkgutil
+import re
 import subprocess
 import sys
 import time
@@ -83,6 +85,14 @@ def test_every_published_name_is_found_or_explained(module):
             home, _, attribute = target.partition(":")
             assert home.startswith(("verl.", "torch.", "pkgutil"))
             assert not attribute or scope["found"] == _get(home, attribute)
+
+
+ADVICE = {text for names in published().values() for text in names.values() if " " in text}
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"\bverl(?:\.\w+)+", " ".join(ADVICE)))))
+def test_a_name_in_advice_can_be_imported(name):
+    assert pkgutil.resolve_name(name) is not None
 
 
 def test_modules_below_a_package_without_a_counterpart_say_what_replaces_them():

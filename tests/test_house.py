@@ -1,5 +1,7 @@
 """scripts/house.py on small graphs, and two figures of this repository that are laws."""
 
+import re
+import tomllib
 from pathlib import Path
 
 from scripts.house import ENTRY, components, import_graph, longest_chain, sizes, spread
@@ -32,3 +34,20 @@ def test_imports_are_read_from_the_source(tmp_path):
     assert graph["verl.sub.two"] == set()
     assert import_graph(tmp_path, inside_functions=False)["verl.sub.one"] == set()
     assert sizes(tmp_path, "verl")["functions"] == 1 and spread([1, 2, 9]) == {"median": 2, "p95": 9, "max": 9}
+
+
+def test_advice_to_install_names_an_extra_of_a_clone():
+    """The name `verl` on package indexes is another project, and an extra that does not exist installs nothing."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    files = [
+        path for folder in ("verl", "docs", "examples", "scripts", "docker") for path in (ROOT / folder).rglob("*")
+    ]
+    for path in (ROOT / "README.md", *files):
+        if path.suffix not in (".py", ".md", ".sh", ".yaml") or not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"pip install (?:-\S+ )*[\"']?verl\b(?!-)", text), path
+        named = {
+            name for group in re.findall(r"pip install -e [\"']?\.\[([\w,]+)\]", text) for name in group.split(",")
+        }
+        assert named <= extras.keys(), path

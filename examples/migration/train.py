@@ -4,7 +4,7 @@ python examples/migration/train.py examples/migration/1_local.yaml [key=value ..
 
 1_local.yaml       one process
 2_processes.yaml   two processes of this host, which share each model by FSDP
-3_ray.yaml         actor and rollout on a Ray cluster, no critic and no reference
+3_ray.yaml         actor and rollout on a Ray cluster, critic and reference in this process
 4_ray_roles.yaml   actor, reference, critic and reward model on the cluster, each on separate devices
 """
 

@@ -8,7 +8,11 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    BloomConfig,
     Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -189,6 +193,30 @@ def test_a_critic_from_a_language_model_starts_with_values_of_zero(tmp_path):
     path = save_model(FAMILIES["qwen2"], tmp_path)
     engine = make_engine(path, OptimConfig(), kind="value")
     assert engine.infer(make_batch(), ("values",), MicroBatching())["values"].abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(**SMALL),
+        GPTNeoXConfig(**SIZES),  # its head is called `classifier`, as those of the next two
+        GPT2Config(vocab_size=SIZES["vocab_size"], n_embd=32, n_layer=2, n_head=4, n_positions=64),
+        BloomConfig(vocab_size=SIZES["vocab_size"], hidden_size=32, n_layer=2, n_head=4),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_a_critic_computes_the_values_of_its_model(config, tmp_path):
+    """Saved and loaded again, too: the head keeps its name and its weights."""
+    path = save_model(config, tmp_path / "model", "value")
+    engine = make_engine(path, OptimConfig(), kind="value")
+    engine.save(tmp_path / "saved", ("hf_model",))
+    other = make_engine(tmp_path / "saved" / "huggingface", OptimConfig(), kind="value")
+    model = AutoModelForTokenClassification.from_pretrained(path, num_labels=1).eval()
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES)):
+        expected = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1, 0]
+        for each in (engine, other):
+            found = each.infer(make_batch(), ("values",), MicroBatching())["values"][row, : len(response)]
+            torch.testing.assert_close(found.float(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_folder_that_does_not_exist_is_no_model(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, Qwen3MoeConfig
 
 from verl.model_merger.merge import MergeOptions, compare, merge
@@ -42,6 +42,26 @@ def test_every_layout_merges_to_the_model_that_was_trained(layout, model, made, 
     if model == "critic":  # its config may say otherwise
         config = json.loads((tmp_path / "merged" / "config.json").read_text())
         assert config["architectures"] == ["Qwen2ForTokenClassification"] and len(config["id2label"]) == 1
+
+
+def test_the_folder_in_the_checkpoint_gets_the_weights_that_it_lacks(copied, made, caplog):
+    """As scripts for public verl have it: --local_dir .../actor --target_dir .../actor/huggingface."""
+    actor = copied("ours") / "actor"
+    files = {path.name: path.read_bytes() for path in (actor / "huggingface").iterdir()}
+    merge(MergeOptions(actor, actor / "huggingface"))
+    assert_same(tensors(actor / "huggingface"), tensors(made / "trained"))
+    assert all((actor / "huggingface" / name).read_bytes() == content for name, content in files.items())
+    assert AutoModelForCausalLM.from_pretrained(actor / "huggingface").dtype == torch.float32
+    with caplog.at_level("INFO", "verl.model_merger"):
+        merge(MergeOptions(actor, actor / "huggingface"))  # the manifest still holds
+    assert "has the weights of the checkpoint already: nothing to merge" in caplog.text
+    with pytest.raises(ValueError, match="whose weights --dtype bfloat16 would change: choose another folder"):
+        merge(MergeOptions(actor, actor / "huggingface", dtype="bfloat16"))
+    save_file(
+        dict(tensors(made / "trained"), **{"lm_head.weight": torch.ones(2)}), actor / "huggingface/model.safetensors"
+    )
+    with pytest.raises(ValueError, match=r"has other weights than the checkpoint: lm_head\.weight"):
+        merge(MergeOptions(actor, actor / "huggingface"))
 
 
 def test_many_files_have_an_index(made, tmp_path):

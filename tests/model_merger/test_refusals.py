@@ -1,6 +1,7 @@
 """Incomplete checkpoints, and results that are not the trained model, are refused; nothing is written."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_a_target_that_would_lose_the_checkpoint_or_the_base_model(copied):
         with pytest.raises(ValueError, match="contains the checkpoint itself"):
             merge(MergeOptions(root / "actor", target, overwrite=True))
     with pytest.raises(ValueError, match="is in the checkpoint, which must not change: choose another folder"):
-        merge(MergeOptions(root / "actor", root / "actor" / "huggingface", overwrite=True))
+        merge(MergeOptions(root / "actor", root / "actor" / "merged", overwrite=True))
     shutil.copytree(root / "actor" / "huggingface", root / "base")
     save_file({"weight": torch.ones(1)}, root / "base" / "model.safetensors")
     with pytest.raises(ValueError, match="is the base model: choose another folder"):
@@ -201,7 +202,12 @@ def test_a_wrong_merge_would_be_found(layout, name, made, tmp_path):
 
 def test_a_missing_folder_names_the_checkpoints_that_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("gsm8k/ppo-qwen2/global_step_3", "other/global_step_20"):
-        (tmp_path / "checkpoints" / name / "actor").mkdir(parents=True)
+    for time, name in enumerate(("other/global_step_20", "gsm8k/ppo-qwen2/global_step_3")):
+        actor = tmp_path / "checkpoints" / name / "actor"
+        actor.mkdir(parents=True)
+        os.utime(actor, (time, time))
     missing = tmp_path / "checkpoints/verl_examples/gsm8k/global_step_410/actor"
-    assert_refused(missing, r"no folder .*gsm8k/ppo-qwen2/global_step_3, checkpoints/other/global_step_20$")
+    assert_refused(
+        missing,
+        r"no folder .* checkpoints/other/global_step_20/actor, checkpoints/gsm8k/ppo-qwen2/global_step_3/actor$",
+    )

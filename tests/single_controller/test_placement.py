@@ -10,6 +10,7 @@ from verl.single_controller.cluster import (
     smaller_sizes,
     visible_devices,
 )
+from verl.trainer.startup.roles import placement_words
 
 ROLES = ["actor", "ref", "critic", "reward"]
 
@@ -35,6 +36,20 @@ def test_devices_of_several_nodes():
     found = place_roles(["actor", "critic"], {"actor_devices": [0, 1, 2], "critic_devices": [7, 5]}, 4, 2)
     assert found["actor"].processes_per_node == (2, 1)
     assert found["critic"].processes_per_node == (1, 1) and found["critic"].devices == (5, 7)
+
+
+def test_local_roles_have_no_devices():
+    found = place_roles(ROLES, {"actor_devices": [0, 1]}, nnodes=1, devices_per_node=3, local_roles=["critic", "ref"])
+    assert found["critic"] is found["ref"] and found["critic"].is_local and found["critic"].world_size == 1
+    assert found["actor"] is found["reward"] and not found["actor"].is_local
+    assert idle_devices(found.values(), 1, 3) == [2]
+    assert placement_words({"actor": [("actor", found["actor"])], "local": [("ref", found["ref"])]}) == (
+        "actor on devices 0, 1; ref in this process"
+    )
+    with pytest.raises(ValueError, match="local_roles: this run has no role 'teacher'"):
+        place_roles(ROLES, {}, 1, 1, ["teacher"])
+    with pytest.raises(ValueError, match=r"local_roles has 'ref', and placement\.ref_devices is set: use one of them"):
+        place_roles(ROLES, {"actor_devices": [0], "ref_devices": [1]}, 1, 2, ["ref"])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import torch
 
 from verl import columns
 from verl.protocol import DataProto
+from verl.single_controller import Dispatch, Worker, WorkerSpec, register
+from verl.single_controller.cluster import ResourcePool, start_pools
 from verl.single_controller.remote_batch import RemoteTensor, Source
 
 
@@ -52,6 +54,24 @@ def test_rows_are_selected_and_concatenated_without_being_fetched():
     assert torch.equal(some.batch["z"] + 0, expected[order].repeat_interleave(2, 0)[3:6])
     assert torch.equal(picked.batch["x"] + 0, expected[order].repeat_interleave(2, 0)[[0, 3, 6, 9]])
     assert (a.fetched, b.fetched) == ([("x", 3), ("x", 2)], [("x", 2)]), "only the rows that were used"
+
+
+class Reader(Worker):
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def read(self, batch: DataProto, other: DataProto) -> DataProto:
+        assert type(batch.batch["x"]) is type(other.batch["x"]) is torch.Tensor
+        return DataProto.from_dict({"x": batch.batch["x"] + other.batch["x"]})
+
+
+def test_a_worker_of_this_process_gets_ordinary_tensors():
+    """`placement.local_roles`: columns of ranks elsewhere are copied once, before the call."""
+    a, b = source(0, 3), source(100, 3)
+    pools = {"main": [("actor", ResourcePool("main", (2,)))], "local": [("reader", ResourcePool("local", (1,), ()))]}
+    specs = dict.fromkeys(("actor", "reader"), WorkerSpec(Reader))
+    with start_pools(pools, specs, lambda roles, pool: {})["reader"] as group:
+        found = group.read(batch_of(a), other=batch_of(b))
+    assert torch.equal(found.batch["x"], a.tensors["x"] + b.tensors["x"])
+    assert a.fetched == b.fetched == [("x", 3)]
 
 
 def test_reading_fetches_once():

@@ -32,6 +32,7 @@ REF_SEQUENCE = "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size
 CRITIC_SEQUENCE, CRITIC_TENSOR = "critic.fsdp.ulysses_sequence_parallel_size=2", "critic.fsdp.tensor_parallel_size=2"
 TWO, FOUR = (["trainer.n_gpus_per_node=2"], ["trainer.n_gpus_per_node=4"])
 RAY = ["trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=5"]
+LOCAL = ["placement.local_roles=[critic,ref]"]
 RAY += ["ray_kwargs.ray_init.address=local"]  # and no cluster that is running here
 TWO_POOLS = [*FOUR, "placement.actor_devices=[0,1]", "placement.critic_devices=[2,3]"]
 THREE_POOLS = [*FOUR, "placement.actor_devices=[0,1]", "placement.critic_devices=[2]", "placement.ref_devices=[3]"]
@@ -48,6 +49,8 @@ EXECUTORS = {
     "four share both": [*FOUR, f"{TENSOR}=2", f"{REF_SEQUENCE}=2", CRITIC_SEQUENCE, CRITIC_TENSOR],
     "two pools": TWO_POOLS,
     "three pools": [*THREE_POOLS, "trainer.overlap=true"],
+    "two and local roles": [*TWO, *LOCAL],
+    "ray and local roles": [*RAY, *LOCAL],
     "ray, two": [*TWO, *RAY],
     "ray, two by tokens": [*TWO, *RAY, *BY_TOKENS],
     "ray, two pools": [*RAY, *TWO_POOLS, "trainer.overlap=true"],
@@ -55,7 +58,15 @@ EXECUTORS = {
 #: not in `make test`
 SLOW = {
     "grpo": ["two", "two share sequences", "two share layers", "four", "four by tokens"],
-    "ppo": ["two by tokens", "four", "four share sequences", "four share both", "two pools", "three pools"],
+    "ppo": [
+        "two by tokens",
+        "four",
+        "four share sequences",
+        "four share both",
+        "two pools",
+        "three pools",
+        "two and local roles",
+    ],
     "dapo": ["two", "two by tokens", "two share sequences", "four"],
 }
 
@@ -137,6 +148,7 @@ def test_processes_give_the_numbers_of_one(algorithm, executor, run_of):
     ("algorithm", "executor", "same_order"),
     [
         pytest.param("ppo", "ray, two by tokens", "two by tokens", marks=slow),
+        pytest.param("ppo", "ray and local roles", "one", marks=slow),
         pytest.param("ppo", "two pools", "two", marks=slow),
         pytest.param("ppo", "ray, two pools", "two", marks=slow),
         pytest.param("grpo", "ray, two", "two", marks=slow),

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from verl.single_controller import Worker, WorkerSpec
 from verl.single_controller.cluster import ResourcePool, start_pools
 
 POOLS = {name: [(name, ResourcePool(name, (1,)))] for name in ("actor", "critic", "ref")}
@@ -47,3 +48,16 @@ def test_where_one_fails_the_others_end():
     with pytest.raises(RuntimeError, match="no memory for critic"):
         start_pools(POOLS, SPECS, start)
     assert made["groups"]["actor"].ended
+
+
+class Broken(Worker):
+    def __init__(self):
+        raise RuntimeError("no memory for ref")
+
+
+def test_where_a_local_role_fails_the_others_end():
+    made = {"actor": Group()}
+    pools = {"actor": POOLS["actor"], "local": [("ref", ResourcePool("local", (1,), ()))]}
+    with pytest.raises(RuntimeError, match="no memory for ref"):
+        start_pools(pools, SPECS | {"ref": WorkerSpec(Broken)}, lambda roles, pool: made)
+    assert made["actor"].ended

@@ -150,6 +150,8 @@ def test_a_given_cluster_is_used(settings):
 
 
 def test_one_process_has_one_process(settings):
+    with pytest.raises(ValueError, match=r"local_roles is \['critic'\], but all roles run in this process: remove it"):
+        PPOTrainer(overrides=[*settings, "algorithm.name=ppo", "placement.local_roles=[critic]"])
     with pytest.raises(ValueError, match="InProcessCluster has one process"):
         PPOTrainer(overrides=[*settings, "trainer.n_gpus_per_node=2"], cluster=InProcessCluster())
     config = PPOTrainer(overrides=settings).config

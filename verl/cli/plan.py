@@ -85,7 +85,7 @@ def _simulate(options: argparse.Namespace, arguments: list[str]) -> int:
         overrides += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={per_node}"]
         overrides += [] if options.model is None else [f"actor_rollout_ref.model.path={options.model}"]
         config = load_config(path, overrides, base={"actor_rollout_ref.model.path": "7B"})
-        if not any(config.placement.model_dump(exclude={"auto"}).values()):
+        if not any(config.placement.devices.values()):
             config = planning.apply_auto_placement(config, device)
         print(console_text(batch_summary(config, critic="critic" in roles_of(config))))
         print(console_text(planning.describe_estimate(config, roles_of(config), device)))

@@ -196,7 +196,8 @@ def as_batch(value: Any) -> DataProto:
     if isinstance(value, Mapping):
         return DataProto.from_single_dict(value)
     raise DataProtoValidationError(
-        f"expected a DataProto, a mapping of columns, None or HOLD, found {type(value).__name__}"
+        f"expected a DataProto, a mapping of columns, None or HOLD, found {type(value).__name__}: return values as "
+        "{column: values}"
     )
 
 

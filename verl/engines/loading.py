@@ -19,7 +19,15 @@ from verl.engines.memory import HOST
 from verl.engines.parallel import sharded_layers
 from verl.modeling import attention, vision
 from verl.modeling.casting import autocast_dtype
-from verl.modeling.huggingface import LMHead, load_pretrained, needs_trust, read_config, trunk_of
+from verl.modeling.huggingface import (
+    VALUE_HEADS,
+    LMHead,
+    load_pretrained,
+    needs_trust,
+    read_config,
+    trunk_of,
+    value_head,
+)
 from verl.modeling.layers import Kernels
 from verl.modeling.log_probs import token_statistics
 from verl.modeling.moe import install_routing
@@ -309,7 +317,8 @@ def _from_pretrained(auto: Any, spec: ModelSpec, hf: Any, build: dict[str, Any])
     """Load the model from its files. The head of a value model may be missing, or of a reward model to train."""
     path = spec.section.path
     has_images = vision.is_vision_config(hf)
-    new_prefix = ("lm_head." if has_images else "score.") if spec.kind == "value" or spec.new_head else None
+    prefixes = ("lm_head.",) if has_images else tuple(f"{name}." for name in VALUE_HEADS)
+    new_prefix = prefixes if spec.kind == "value" or spec.new_head else None
     module, new_head = load_pretrained(auto, path, hf, spec.model_dtype, new_prefix, **build)
     if has_images and spec.kind == "value":
         module = _with_head(module, spec)
@@ -433,7 +442,7 @@ class TokenModel(nn.Module):
         self.kind = spec.kind
         self.autocast_to = spec.autocast_to
         trunk = trunk_of(module)
-        self.head = LMHead(module) if spec.kind == "causal_lm" else module.score
+        self.head = LMHead(module) if spec.kind == "causal_lm" else module.get_submodule(value_head(module))
         # a function: as an attribute, the trunk would be a second child with the same parameters
         self.get_trunk: Callable[[], nn.Module] = lambda: trunk
         self.vocab_size = module.config.get_text_config().vocab_size

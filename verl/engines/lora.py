@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from verl.config import schema
 from verl.engines.checkpoint import copy_into
 from verl.engines.quantization import QUANTIZED, dequantized, is_quantized
+from verl.modeling.huggingface import value_head
 from verl.modeling.vision import is_vision_config, outside_language_model
 from verl.registry import did_you_mean
 from verl.utils.paths import read_json
@@ -84,7 +85,7 @@ def _peft_config(module: nn.Module, model: schema.ModelConfig):
     from peft import LoraConfig as PeftLoraConfig
     from peft import PeftConfig
 
-    head = ["score"] if not module.can_generate() else []  # a value head is trained in full
+    head = [] if module.can_generate() else [value_head(module)]  # a value head is trained in full
     if model.lora_adapter_path is None:
         _check_names(module, model)
         excluded = list(model.exclude_modules or ())
@@ -265,7 +266,7 @@ class Adapters:
             module, _, last = name.rpartition(f".{adapter}.")
             if module.endswith((".lora_A", ".lora_B")):
                 yield f"{_PREFIX}{module}.{last}", parameter
-            elif self._value_model and name.startswith("score."):
+            elif self._value_model and name.startswith(f"{value_head(self.module)}."):
                 yield _PREFIX + name, parameter
 
     def merged(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -322,7 +323,7 @@ class Adapters:
         ordered = {key: sorted(v) for key, v in self.settings.to_dict().items() if isinstance(v, set)}
         ordered |= self._peft_targets()
         if self._value_model:  # tells peft that the head in the file replaces the model's
-            ordered["modules_to_save"] = ["score"]
+            ordered["modules_to_save"] = [value_head(self.module)]
         text = json.dumps(read_json(path) | ordered, indent=2)
         path.write_text(text, encoding="utf-8")
 

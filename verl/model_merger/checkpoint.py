@@ -100,8 +100,10 @@ def open_checkpoint(folder: Path, base: str | None = None, trust_remote_code: bo
     """
     folder = resolved(folder)
     if not folder.is_dir():
-        saved = sorted(map(str, Path("checkpoints").glob("**/global_step_*")))
-        listed = f". Checkpoints below checkpoints/: {', '.join(saved[-5:])}" if saved else ""
+        saved = sorted(
+            Path("checkpoints").glob(f"**/global_step_*/{folder.name}"), key=lambda path: path.stat().st_mtime
+        )
+        listed = f". The last ones below checkpoints/: {', '.join(map(str, saved[-5:]))}" if saved else ""
         raise ValueError(f"no folder {folder}: {_EXPECTED}{listed}")
     _verify_manifest(folder)
     shards = DistributedCheckpoint(folder / "shards") if (folder / "shards").is_dir() else None

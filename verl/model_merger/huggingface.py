@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from verl.modeling.huggingface import load_with_report
+from verl.modeling.huggingface import VALUE_HEADS, load_with_report
 
 _AUTO_CLASSES = {
     "ForCausalLM": "AutoModelForCausalLM",
@@ -43,7 +43,8 @@ def describe(config_folder: Path, names: Iterable[str], trust_remote_code: bool)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {config_folder / 'config.json'}: {error}") from error
     architecture = (config.architectures or ["ForCausalLM"])[0]
-    if "score.weight" in names and not architecture.endswith(("ForTokenClassification", "ForSequenceClassification")):
+    is_value = any(f"{name}.weight" in names for name in VALUE_HEADS)
+    if is_value and not architecture.endswith(("ForTokenClassification", "ForSequenceClassification")):
         architecture, config.num_labels = "ForTokenClassification", 1
     ending = next((ending for ending in _AUTO_CLASSES if architecture.endswith(ending)), None)
     if architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():  # such as GPT2LMHeadModel

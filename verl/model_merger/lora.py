@@ -17,6 +17,7 @@ import torch
 from verl.checkpoints.safetensors_files import SafetensorsFiles
 from verl.engines.quantization import QUANTIZED, rounded
 from verl.model_merger.huggingface import build, describe, main_dtype
+from verl.modeling.huggingface import VALUE_HEADS
 from verl.utils.paths import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -53,7 +54,7 @@ class MergedAdapters:
         adapters = {name: files.read(name) for name in files.names() if ".lora_" in name}
         trained = {name.removeprefix(PREFIX): files.read(name) for name in files.names() if name not in adapters}
         replaced = {name.rpartition(".")[0] for name in trained}
-        if "score" in replaced:  # a critic initialized from a language model has a value head instead of its head
+        if replaced.intersection(VALUE_HEADS):  # a critic from a language model has a value head instead of its head
             replaced.add("lm_head")
         names = [name for name in weights.names() if name.rpartition(".")[0] not in replaced]
         model = describe(config_folder, [*names, *trained], trust_remote_code)

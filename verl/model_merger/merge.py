@@ -26,6 +26,7 @@ from verl.model_merger.huggingface import (
     load,
 )
 from verl.model_merger.lora import MergedAdapters
+from verl.modeling.huggingface import VALUE_HEADS
 from verl.utils.paths import read_json, resolved
 
 logger = logging.getLogger("verl.model_merger")
@@ -35,11 +36,14 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "
 
 
 @contextmanager
-def staged(target: Path) -> Iterator[Path]:
+def staged(target: Path, in_place: bool = False) -> Iterator[Path]:
     """Yield an empty folder next to `target`, which becomes `target` when the block ends.
 
     If there is a target, its weights are replaced, and its other files are kept. If the block raises, it is not
     changed. The folder of a killed process is removed by the next call.
+
+    Args:
+        in_place: files that the target has are not replaced.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.merging")
@@ -55,7 +59,8 @@ def staged(target: Path) -> Iterator[Path]:
         for path in weight_files(target):
             path.unlink()
         for path in draft.iterdir():
-            path.replace(target / path.name)
+            if not (in_place and (target / path.name).exists()):
+                path.replace(target / path.name)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -124,7 +129,20 @@ def merge(options: MergeOptions) -> Path:
             checkpoint or lost what was learned by rounding. The target is not changed in this case.
     """
     target, dtype = resolved(options.target_dir), DTYPES[options.dtype]
-    _check_target(target, resolved(options.local_dir), options.overwrite)
+    # public verl's scripts name the actor's own folder: only what it lacks is written
+    in_place = target == resolved(options.local_dir) / "huggingface" and target.parent.name == "actor"
+    if not in_place:
+        _check_target(target, resolved(options.local_dir), options.overwrite)
+    elif dtype is not None:
+        raise ValueError(
+            f"--target_dir {target} is in the checkpoint, whose weights --dtype {options.dtype} would change: choose "
+            "another folder"
+        )
+    elif weight_files(target):
+        if faults := compare(options.local_dir, target, options.trust_remote_code, options.base):
+            raise ValueError(f"--target_dir {target} has other weights than the checkpoint: {'; '.join(faults)}")
+        logger.info("%s has the weights of the checkpoint already: nothing to merge", target)
+        return target
     checkpoint = open_checkpoint(options.local_dir, options.base, options.trust_remote_code)
     source = checkpoint.source
     model = describe(checkpoint.config_folder, source.names(), options.trust_remote_code)
@@ -135,8 +153,9 @@ def merge(options: MergeOptions) -> Path:
     module = load(source, model, dtype)
     tensors, expected = disk_tensors(model, module), checksums(module)
     count, parameters, stored_dtype = len(tensors), module.num_parameters(), module.dtype
-    with staged(target) as folder:
-        labels = model.config.num_labels if "score.weight" in tensors else None
+    with staged(target, in_place) as folder:
+        has_head = any(f"{name}.weight" in tensors for name in VALUE_HEADS)
+        labels = model.config.num_labels if has_head else None
         write_config(checkpoint.config_folder, folder, type(model).__name__, stored_dtype, labels)
         generation = "generation_config.json"  # of a language model, with its stop tokens; if missing, of the base
         if labels is None and base and not (folder / generation).is_file() and (base / generation).is_file():

@@ -214,8 +214,24 @@ def load_with_report(auto: Any, path: str | Path | None, **arguments: Any) -> tu
         logging.set_verbosity(verbosity)
 
 
+#: names that models of transformers give the head of a value model
+VALUE_HEADS = ("score", "classifier")
+
+
+def value_head(module: nn.Module) -> str:
+    """The name of the head of a value or reward model. Raises ValueError if it has none that reads hidden states."""
+    if hasattr(module, "score"):
+        return "score"
+    if isinstance(getattr(module, "classifier", None), nn.Linear):
+        return "classifier"
+    raise ValueError(
+        f"{type(module).__name__} has no head called {' or '.join(VALUE_HEADS)} that reads hidden states: it is not "
+        "supported as a critic or reward model"
+    )
+
+
 def load_pretrained(
-    auto: Any, path: str, config: Any, dtype: torch.dtype, new_prefix: str | None = None, **build: Any
+    auto: Any, path: str, config: Any, dtype: torch.dtype, new_prefix: str | tuple[str, ...] | None = None, **build: Any
 ) -> tuple[nn.Module, set[str]]:
     """A model with the weights of its files.
 
@@ -224,7 +240,7 @@ def load_pretrained(
         path: see `read_config`.
         config: the HuggingFace config.
         dtype: dtype of the parameters.
-        new_prefix: parameters whose names start with it may be missing from the files.
+        new_prefix: parameters whose names start with one of them may be missing from the files.
         build: further arguments of `from_pretrained`.
 
     Returns:

@@ -30,7 +30,7 @@ class ResourcePool:
         name: Shown in errors.
         processes_per_node: Number of processes on each node, one per device.
         devices: Device indices over all nodes, if they were chosen. Local processes see exactly these; on Ray any free
-            devices of each node are used.
+            devices of each node are used. Empty: the process that starts the run, whatever the cluster.
     """
 
     name: str
@@ -48,9 +48,18 @@ class ResourcePool:
     def world_size(self) -> int:
         return sum(self.processes_per_node)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether its roles are objects of the process that starts the run."""
+        return self.devices == ()
+
 
 def place_roles(
-    roles: Sequence[str], placement: Mapping[str, Sequence[int] | None], nnodes: int, devices_per_node: int
+    roles: Sequence[str],
+    placement: Mapping[str, Sequence[int] | None],
+    nnodes: int,
+    devices_per_node: int,
+    local_roles: Sequence[str] = (),
 ) -> dict[str, ResourcePool]:
     """Assign a resource pool to each role. Roles with the same devices share a pool, i.e. one set of processes.
 
@@ -58,9 +67,11 @@ def place_roles(
         placement: The config section: `{"actor_devices": [0, 1], "critic_devices": None, ...}`. Device d is device
             d % devices_per_node of node d // devices_per_node. A role without devices shares the actor's pool; the
             actor uses all devices by default.
+        local_roles: roles of the process that starts the run.
 
     Raises:
-        ValueError: A role or device does not exist, or two pools overlap in some of their devices.
+        ValueError: A role or device does not exist, a local role has devices, or two pools overlap in some of their
+            devices.
     """
     total = nnodes * devices_per_node
     configured = {key.removesuffix("_devices"): list(d) for key, d in placement.items() if d is not None}
@@ -75,10 +86,21 @@ def place_roles(
                 f"placement.{role}_devices: expected {expected} (trainer.nnodes={nnodes} x "
                 f"trainer.n_gpus_per_node={devices_per_node}), found {devices}{_fix(role, configured, nnodes, total)}"
             )
+    for role in local_roles:
+        if role not in roles:
+            raise ValueError(f"placement.local_roles: this run has no role {role!r}: {did_you_mean(role, roles)}")
+        if role in configured:
+            raise ValueError(
+                f"placement.local_roles has {role!r}, and placement.{role}_devices is set: use one of them"
+            )
+    local = ResourcePool("local", (1,), ())
     shared = configured.get("actor", list(range(total)))
     pools: dict[frozenset[int], ResourcePool] = {}
     assigned: dict[str, ResourcePool] = {}
     for role in roles:
+        if role in local_roles:
+            assigned[role] = local
+            continue
         devices = frozenset(configured.get(role, shared))
         for other_devices, pool in pools.items():
             if devices & other_devices and devices != other_devices:
@@ -250,11 +272,28 @@ def start_pools(
 ) -> dict[str, WorkerGroup]:
     """`Cluster.start`: the pools start at the same time, since each takes seconds to import and load.
 
-    start: makes the groups of the roles of one pool.
+    start: makes the groups of the roles of one pool; those of this process are made here, after the others.
     """
     arguments = [({role: specs[role] for role, _ in placed}, placed[0][1]) for placed in pools.values()]
-    if len(arguments) == 1:  # in this thread, where a breakpoint in a worker's constructor is one of this program
-        return dict(start(*arguments[0]))
+    others = [(roles, pool) for roles, pool in arguments if not pool.is_local]
+    # of one pool in this thread, where a breakpoint in a worker's constructor is one of this program
+    groups = dict(start(*others[0])) if len(others) == 1 else _start_in_threads(others, start)
+    if len(others) < len(arguments):
+        colocate = load_object("verl.single_controller.local.cluster", "colocate")
+        try:
+            for roles in (roles for roles, pool in arguments if pool.is_local):
+                groups |= colocate(roles)
+        except BaseException:
+            for group in groups.values():
+                group.shutdown()
+            raise
+    return groups
+
+
+def _start_in_threads(
+    arguments: Sequence[tuple[dict[str, WorkerSpec], ResourcePool]],
+    start: Callable[[dict[str, WorkerSpec], ResourcePool], Mapping[str, WorkerGroup]],
+) -> dict[str, WorkerGroup]:
     with ThreadPoolExecutor(len(arguments)) as threads:
         starting = [threads.submit(start, *pool_arguments) for pool_arguments in arguments]
     errors = [future.exception() for future in starting if future.exception() is not None]

@@ -38,6 +38,7 @@ from typing import Any
 
 from torch.profiler import record_function
 
+from verl.compat.hook import published_names
 from verl.protocol import DataProto
 from verl.registry import Registry
 
@@ -445,3 +446,6 @@ def registered_methods(cls: type) -> dict[str, Registered]:
             if isinstance(value, FunctionType) and _MARK in vars(value):
                 methods[name] = vars(value)[_MARK]
     return methods
+
+
+__getattr__ = published_names(__name__)

@@ -182,6 +182,14 @@ def _to_local(value: Any) -> Any:
     return value.fetch() if isinstance(value, RemoteTensor) else value
 
 
+def fetch_columns(value: Any) -> Any:
+    """A batch with remote columns as one with ordinary tensors; another value as it is."""
+    if not isinstance(value, DataProto) or not any(isinstance(t, RemoteTensor) for t in value.tensors.values()):
+        return value
+    tensors = {name: _to_local(tensor) for name, tensor in value.tensors.items()}
+    return DataProto.from_dict(tensors, value.non_tensor_batch, value.meta_info)
+
+
 # ---- pickles with the tensor memory out of band -------------------------------------------------------------------
 
 

@@ -227,7 +227,7 @@ class PPOTrainer(Trainer):
             "batch": batch_summary(config, critic=needs_critic(config)),
             "data": f"{self.source.describe()}; validation: {validation}",
             **describe_agents(config),
-            **({"placement": placement_words(self.pools)} if self.world_size > 1 else {}),
+            **({"placement": placement_words(self.pools)} if max(self.world_size, len(self.pools)) > 1 else {}),
             **self.runner.describe(),
             "flow": " -> ".join(op.name for op in self.pipeline.operators),
         }

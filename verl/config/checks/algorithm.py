@@ -53,7 +53,8 @@ def check_critic(config: Config, needed: bool) -> Iterator[Problem]:
         yield Problem(
             "critic.enable",
             f"false, but algorithm.adv_estimator={estimator} reads values: use null, or an estimator "
-            "without a critic, such as algorithm.adv_estimator=grpo with actor_rollout_ref.rollout.n=8",
+            "without a critic, such as algorithm.adv_estimator=grpo with actor_rollout_ref.rollout.n=8. For a critic "
+            "that is not on the cluster: placement.local_roles=[critic]",
         )
     if enable is True and not needed:
         yield Problem("critic.enable", f"true, but algorithm.adv_estimator={estimator} does not read values: use null")
@@ -92,7 +93,9 @@ def check_kl(config: Config) -> Iterator[Problem]:
     if use and config.actor_rollout_ref.ref.enable is False:
         enabled = "algorithm.use_kl_in_reward" if config.algorithm.use_kl_in_reward else _ACTOR + "use_kl_loss"
         yield Problem(
-            "actor_rollout_ref.ref.enable", f"false, but {enabled}=true needs the reference: change one of them"
+            "actor_rollout_ref.ref.enable",
+            f"false, but {enabled}=true needs the reference: change one of them. For a reference that is not on the "
+            "cluster: placement.local_roles=[ref]",
         )
 
 

@@ -58,7 +58,8 @@ def check_ranks(config: Config) -> Iterator[Problem]:
         return
     devices, reported = config.placement, set()
     for role in model_roles(config):
-        problems = [*_check_role(config, role, devices[f"{role.name}_devices"] or devices.actor_devices)]
+        numbers = [0] if role.name in devices.local_roles else devices[f"{role.name}_devices"]
+        problems = [*_check_role(config, role, numbers or devices.actor_devices)]
         if role.name == "critic":  # its sizes are by default those of the actor
             problems = [each for each in problems if each.message not in reported and may_have_critic(config)]
         reported |= {problem.message for problem in problems if problem.key.endswith("ppo_mini_batch_size")}

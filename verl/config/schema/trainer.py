@@ -172,7 +172,15 @@ class PlacementConfig(Section):
     critic_devices: list[int] | None = field(None, "devices of the critic")
     reward_devices: list[int] | None = field(None, "devices of the reward model")
     teacher_devices: list[int] | None = field(None, "devices of the teachers of distillation")
+    local_roles: list[Literal["ref", "critic", "reward", "teacher"]] = field(
+        [], "roles in the process that starts the run, such as [critic, ref]; the others run on trainer.backend"
+    )
     auto: bool = field(False, "let the planner choose the devices of all roles, and the size of rollout engines")
+
+    @property
+    def devices(self) -> dict[str, list[int] | None]:
+        """The keys `*_devices`."""
+        return self.model_dump(exclude={"auto", "local_roles"})
 
 
 class RayConfig(Section):

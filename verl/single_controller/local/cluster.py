@@ -3,6 +3,7 @@
 import os
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from verl.processes.limits import Limits
 from verl.single_controller.cluster import Pools, ResourcePool, RunConfig, start_pools, wait_limits
 from verl.single_controller.dispatch import Call
+from verl.single_controller.remote_batch import fetch_columns
 from verl.single_controller.worker import RankEnv, Worker, WorkerSpec, free_port
 from verl.single_controller.worker_group import CALL_TIMEOUT, Future, WorkerGroup
 from verl.utils.device import resolve_device
@@ -33,6 +35,9 @@ class InProcessPool:
     def call(self, role: str, method: str, calls: list[Call | None]) -> Future[list]:
         """Run `method` of `role`."""
         (call,) = calls
+        # of ranks in other processes: a worker gets ordinary tensors
+        kwargs = {name: fetch_columns(value) for name, value in call.kwargs.items()}
+        call = replace(call, args=tuple(map(fetch_columns, call.args)), kwargs=kwargs)
         try:
             return Future.completed([call.run(self.workers, role, method)])
         except Exception as error:
@@ -138,6 +143,11 @@ class InProcessCluster:
 
     def check(self, config: RunConfig) -> None:
         _check_one_host(config)
+        if isinstance(config, schema.Config) and config.placement.local_roles:
+            raise ValueError(
+                f"placement.local_roles is {config.placement.local_roles}, but all roles run in this process: remove "
+                "it, or set trainer.backend=ray or trainer.n_gpus_per_node=2 or more for the other roles"
+            )
         if config.trainer.n_gpus_per_node > 1:
             raise ValueError(
                 f"trainer.n_gpus_per_node is {config.trainer.n_gpus_per_node}, but InProcessCluster has one process: "

@@ -130,7 +130,7 @@ class RayCluster:
         can_grow, use_gpu = self._can_grow, self._use_gpu()
         # in this thread, which receives Ctrl-C
         reserved = reserve(
-            dict.fromkeys(placed[0][1] for placed in pools.values()),
+            dict.fromkeys(placed[0][1] for placed in pools.values() if not placed[0][1].is_local),
             use_gpu=use_gpu,
             timeout=START_TIMEOUT if can_grow else _LOCAL_TIMEOUT,
             advice="" if can_grow else _LOCAL_ADVICE,

@@ -93,12 +93,13 @@ def estimate(config: schema.Config, names: Sequence[str], device: Device | None 
     """Memory and time of a configuration.
 
     Args:
-        names: its roles with separate workers.
+        names: its roles with separate workers. Those of placement.local_roles are not counted.
         device: None: that of this host.
 
     Raises:
         ValueError: a model or an engine that the planner does not model.
     """
+    names = [name for name in names if name not in config.placement.local_roles]
     device = device or host_profile(resolve_device(config.trainer.device))
     job = job_of(config, shapes_of(config, names), names, device.kind == "cuda")
     groups = [(roles, len(numbers)) for roles, numbers in _placed(config, names)]
@@ -108,13 +109,14 @@ def estimate(config: schema.Config, names: Sequence[str], device: Device | None 
 
 def _placed(config: schema.Config, names: Sequence[str]) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
     """[(roles, devices)] of the placement of a configuration."""
-    return groups_of(config.placement.model_dump(exclude={"auto"}), names, _devices(config))
+    return groups_of(config.placement.devices, names, _devices(config))
 
 
 def describe_estimate(config: schema.Config, names: Sequence[str], device: Device | None = None) -> str:
     """The lines that `verl plan` adds to the plan of a run. Arguments as of `estimate`."""
     from verl.planner import report
 
+    names = [name for name in names if name not in config.placement.local_roles]
     try:
         plan = estimate(config, names, device)
     except ValueError as error:
@@ -211,7 +213,7 @@ def apply_auto_placement(config: schema.Config, device: Device | None = None) ->
     """
     from verl.planner.report import format_placement
 
-    set_keys = [key for key, value in config.placement.model_dump(exclude={"auto"}).items() if value is not None]
+    set_keys = [key for key, value in config.placement.devices.items() if value is not None]
     if set_keys:
         raise ValueError(f"placement.auto chooses the devices, but placement.{set_keys[0]} is set: remove one of them")
     try:

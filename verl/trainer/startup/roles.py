@@ -84,11 +84,11 @@ def roles_hosted_by_actor(config: schema.Config) -> tuple[str, ...]:
 
 def pools_of(config: schema.Config, roles: list[str]) -> dict[str, list[tuple[str, ResourcePool]]]:
     """Pool name -> (role, pool) of its roles. Roles without devices share those of the actor."""
-    trainer = config.trainer
-    placement = config.placement.model_dump(exclude={"auto"})
+    trainer, placement = config.trainer, config.placement.devices
     if not config.rollout_is_separate:  # named, but the actor's
         placement["rollout_devices"] = None
-    placed = place_roles(roles, placement, trainer.nnodes, trainer.n_gpus_per_node)
+    local_roles = config.placement.local_roles
+    placed = place_roles(roles, placement, trainer.nnodes, trainer.n_gpus_per_node, local_roles)
     pools: dict[str, list[tuple[str, ResourcePool]]] = {}
     for role, pool in placed.items():
         pools.setdefault(pool.name, []).append((role, pool))
@@ -101,5 +101,6 @@ def placement_words(pools: Mapping[str, Sequence[tuple[str, ResourcePool]]]) -> 
     for placed in pools.values():
         pool = placed[0][1]
         numbers = pool.devices if pool.devices is not None else range(pool.world_size)
-        descriptions.append(f"{', '.join(role for role, _ in placed)} on {format_devices(numbers)}")
+        location = "in this process" if pool.is_local else f"on {format_devices(numbers)}"
+        descriptions.append(f"{', '.join(role for role, _ in placed)} {location}")
     return "; ".join(descriptions)
