@@ -104,7 +104,10 @@ def run(loop, policy: Policy, max_tokens: int = 1000, **columns) -> Trajectory:
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     ids = policy.tokenizer.encode(text, add_special_tokens=False)
     params = SamplingParams(max_tokens, (policy.tokenizer.eos_token_id,))
-    return asyncio.run(loop.run(Prompt(ids, params, 3, columns), policy))
+    prompt = Prompt(ids, params, 3, columns)
+    trajectory = asyncio.run(loop.run(prompt, policy))
+    assert trajectory.prompt is prompt  # the rollout refuses another one
+    return trajectory
 
 
 def call(name: str, **arguments) -> str:

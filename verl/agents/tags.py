@@ -16,7 +16,7 @@ Other settings are those of `rollout.multi_turn`.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from verl.agents.loop import GenerateFn, Prompt, Trajectory
 from verl.agents.multi_turn import MultiTurnLoop
 from verl.agents.tools.load import beside
 from verl.agents.tools.parsers import FunctionCall, ToolParser
+from verl.rollout.request import Completion, Request
 
 
 class TagLoop(MultiTurnLoop):
@@ -53,8 +54,11 @@ class TagLoop(MultiTurnLoop):
         return form, form
 
     async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
-        params = prompt.params.with_stops([f"</{self.tags[0]}>"], (), self.tokenizer.decode)
-        return await super().run(replace(prompt, params=params), generate)
+        def until_call(request: Request) -> Awaitable[Completion]:
+            params = request.params.with_stops([f"</{self.tags[0]}>"], (), self.tokenizer.decode)
+            return generate(replace(request, params=params))
+
+        return await super().run(prompt, until_call)
 
 
 class TagText(ToolParser):
