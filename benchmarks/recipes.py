@@ -9,8 +9,10 @@ OUT/<experiment>.png shows them. Runs that are in the file are not repeated.
 """
 
 import argparse
+import importlib
 import json
 import logging
+import shutil
 import statistics
 import sys
 from dataclasses import dataclass
@@ -23,9 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.learning import Curve, Method, learn, overrides, start_model
 from examples.quickstart.tasks import write_task
+from examples.tools import run as tools
 from verl.recipe.entropy import EntropyTrainer
 from verl.recipe.flowrl import FlowRLTrainer
 from verl.recipe.gkd import GKDTrainer
+from verl.recipe.rep_exp import RepExpTrainer
 from verl.recipe.safe_rlhf import SafeRLHFTrainer
 from verl.recipe.spin import SPINTrainer
 from verl.tracking.curves import WINDOW, moving_mean
@@ -33,6 +37,7 @@ from verl.trainer.base import StepReport
 from verl.trainer.ppo_trainer import PPOTrainer
 
 PROMPTS, TEACHER_STEPS = 64, 100
+_WHEN = ((0, "before"), (-1, "after"))
 HERE = Path(__file__)
 
 
@@ -46,6 +51,7 @@ class Experiment:
         common: settings of all methods.
         task, steps: of benchmarks/learning.py, and the steps of a run.
         limit: a horizontal line in the picture of the first metric.
+        tools: whether `task` is one of examples/tools/run.py, with its trainer.
     """
 
     metrics: dict[str, str]
@@ -54,6 +60,7 @@ class Experiment:
     task: str = "reverse"
     steps: int = 40
     limit: float | None = None
+    tools: bool = False
 
 
 _LOSS, _ACTOR = "distillation.distillation_loss.", "actor_rollout_ref.actor."
@@ -69,6 +76,19 @@ _SAFE = ("algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=false", "cri
 
 def _distilled(*settings: str) -> Method:
     return Method(PPOTrainer, (_GRPO, *_TEACHER, *settings))
+
+
+def _tools(task: str, steps: int, reward: str) -> Experiment:
+    """A recipe with tools, and its controls."""
+    shuffled, alone = "algorithm.shuffle_rewards=true", f"{tools.ROLLOUT}.agent.default_agent_loop=single_turn_agent"
+    methods = {task: (), "control: shuffled rewards": (shuffled,), "control: no tool": (alone,)}
+    return Experiment(
+        {reward: "critic/score/mean", "tool calls": "rollout/tool_calls"},
+        {name: Method(settings=settings) for name, settings in methods.items()},
+        task=task,
+        steps=steps,
+        tools=True,
+    )
 
 
 EXPERIMENTS = {
@@ -156,6 +176,15 @@ EXPERIMENTS = {
         (_ONE_UPDATE, "actor_rollout_ref.rollout.n=1"),
         steps=60,
     ),
+    "rep_exp": Experiment(
+        {"entropy": "actor/entropy", "accuracy": "critic/score/mean", "bonus": "rep_exp/bonus_mean"},
+        {
+            "rep_exp": Method(RepExpTrainer, ("rep_exp.beta=0.01",)),
+            "control: no bonus": Method(RepExpTrainer, ("rep_exp.beta=0",)),
+        },
+    ),
+    "search_r1": _tools("search_r1", 15, "accuracy"),
+    "retool": _tools("retool", 15, "reward"),
 }
 
 
@@ -179,6 +208,8 @@ def train_teacher(out: Path, task: str, start: Path) -> Path:
 
 def run(experiment: Experiment, name: str, seed: int, out: Path) -> dict[str, object]:
     """One run of a method: its curves, and the greedy accuracy on 500 unseen prompts after the last step."""
+    if experiment.tools:
+        return run_tools(experiment, name, seed, out)
     task, steps, method = experiment.task, experiment.steps, experiment.methods[name]
     start, folder = start_model(task, out), out / f"{name.replace(': ', '-').replace(' ', '_')}-seed{seed}"
     own = "\n".join((*experiment.common, *method.settings))
@@ -203,6 +234,22 @@ def run(experiment: Experiment, name: str, seed: int, out: Path) -> dict[str, ob
     return {"method": name, "seed": seed, "greedy_accuracy": greedy[0] if greedy else None, **curves}
 
 
+def run_tools(experiment: Experiment, name: str, seed: int, out: Path) -> dict[str, object]:
+    """As `run`, of a task with tools. held_out: mean reward of 200 unseen prompts, sampled, before and after."""
+    task = importlib.import_module(f"examples.tools.{experiment.task}")
+    start, folder = out / f"{experiment.task}-start", out / f"{experiment.task}-{name.replace(': ', '-')}-seed{seed}"
+    if not start.is_dir():
+        (out / "warm").mkdir(parents=True)
+        shutil.copytree(tools.warm_up(task, experiment.task, out / "warm", seed=1), start)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    args = argparse.Namespace(task=experiment.task, steps=experiment.steps, test_freq=experiment.steps, seed=seed)
+    vars(args).update(out=folder, shuffle_rewards=False, override=experiment.methods[name].settings)
+    steps = tools.learn(args, task, start)
+    curves = {curve: [round(step[metric], 4) for step in steps] for curve, metric in experiment.metrics.items()}
+    return {"method": name, "seed": seed, "held_out": [value for _, value in tools.validation(folder)], **curves}
+
+
 def add_responses(path: Path) -> None:
     """Add the columns `response`, correct responses, and `shuffled`, those to other prompts."""
     table = pq.read_table(path)
@@ -220,7 +267,11 @@ def summary(experiment: Experiment, runs: list[dict]) -> dict[str, object]:
     curves = [curve for curve in experiment.metrics if curve in runs[0]]
     first = {f"{curve}_first": spread([run[curve][0] for run in runs])[0] for curve in curves}
     last = {f"{curve}_last": spread([statistics.mean(run[curve][-WINDOW:]) for run in runs]) for curve in curves}
-    greedy = {"greedy_accuracy": spread([run["greedy_accuracy"] for run in runs])} if "accuracy" in curves else {}
+    greedy = {}
+    if "held_out" in runs[0]:
+        greedy = {f"held_out_{when}": spread([run["held_out"][i] for run in runs]) for i, when in _WHEN}
+    elif "accuracy" in curves:
+        greedy = {"greedy_accuracy": spread([run["greedy_accuracy"] for run in runs])}
     return {"method": runs[0]["method"], "seeds": [run["seed"] for run in runs], **first, **last, **greedy}
 
 

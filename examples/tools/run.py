@@ -1,6 +1,6 @@
 """Train a tiny language model to use a tool or to play a game, on a CPU, in a few minutes.
 
-    python examples/tools/run.py calculator        # or search, guess, walk
+    python examples/tools/run.py calculator        # or search, search_r1, retool, guess, walk
     python examples/tools/run.py calculator --shuffle-rewards     # control: no improvement expected
 
 The script creates a model with 0.4M random parameters and a chat template, warms it up with SFT on demonstrations of
@@ -31,10 +31,26 @@ from verl.trainer.sft_trainer import SFTTrainer
 from verl.utils.log import setup_logging
 
 HERE = Path(__file__).resolve().parent
-MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+RECIPES = HERE.parents[1] / "recipe"
+ROLLOUT = "actor_rollout_ref.rollout"
+MULTI_TURN = f"{ROLLOUT}.multi_turn"
 SETTINGS = {
     "calculator": [f"{MULTI_TURN}.function_tool_path={HERE / 'calculator.py'}"],
     "search": [f"{MULTI_TURN}.tool_config_path={HERE / 'search_tool.yaml'}"],
+    "search_r1": [
+        f"{MULTI_TURN}.enable=false",
+        f"{ROLLOUT}.agent.default_agent_loop=search_r1",
+        f"{ROLLOUT}.agent.agent_loop_config_path={RECIPES / 'search_r1/agent.yaml'}",
+        f"{ROLLOUT}.stop=[</answer>]",
+        "reward.custom_reward_function.path=null",
+    ],
+    "retool": [
+        f"{MULTI_TURN}.enable=false",
+        f"{ROLLOUT}.agent.default_agent_loop=retool",
+        f"{ROLLOUT}.agent.agent_loop_config_path={RECIPES / 'retool/agent.yaml'}",
+        f"{ROLLOUT}.stop=[</answer>]",
+        f"reward.custom_reward_function.path={RECIPES / 'retool/interpreter.py'}",
+    ],
     "guess": [f"{MULTI_TURN}.interaction_config_path={HERE / 'guess_interaction.yaml'}"],
     "walk": [
         f"{MULTI_TURN}.interaction_config_path={HERE / 'walk_environment.yaml'}",
@@ -43,9 +59,9 @@ SETTINGS = {
     ],
 }
 #: per step
-PROMPTS = {"calculator": 16, "search": 16, "guess": 32, "walk": 32}
-MOST_TURNS = {"calculator": 2, "search": 2, "guess": 3, "walk": 4}
-WARM_UP_STEPS = {"calculator": 400, "search": 400, "guess": 120, "walk": 120}
+PROMPTS = {"calculator": 16, "search": 16, "search_r1": 16, "retool": 8, "guess": 32, "walk": 32}
+MOST_TURNS = {"calculator": 2, "search": 2, "search_r1": 2, "retool": 2, "guess": 3, "walk": 4}
+WARM_UP_STEPS = {"calculator": 400, "search": 400, "search_r1": 400, "retool": 300, "guess": 120, "walk": 120}
 TEMPLATE = (
     "{%- if tools -%}<|im_start|>system\nTools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}<|im_end|>\n"
     "{% endif -%}"
@@ -59,7 +75,7 @@ TEMPLATE = (
 def warm_up(task: ModuleType, name: str, out: Path, seed: int) -> Path:
     """Create a model and train it on demonstrations. Returns its folder."""
     steps, random = WARM_UP_STEPS[name], Random(seed)
-    tools = [] if name in ("guess", "walk") else [{"role": "system", "content": f"Tools: {name}"}]
+    tools = [{"role": "system", "content": f"Tools: {name}"}] if name in ("calculator", "search") else []
     chats = [[*tools, *task.demonstration(random)] for _ in range(64 * steps)]
     texts = [message["content"] for chat in chats[:4000] for message in chat]
     tiny_model("qwen2", out / "model", seed=seed, texts=texts)
@@ -100,6 +116,8 @@ def learn(args: argparse.Namespace, task: ModuleType, model: Path) -> list[dict[
         random = Random(seed)
         lines = [json.dumps(task.row(random)) + "\n" for _ in range(rows)]
         (args.out / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    if hasattr(task, "prepare"):
+        task.prepare(args.out)
     trainer = LocalPPOTrainer(
         overrides=[
             "algorithm.name=grpo",
@@ -137,7 +155,7 @@ def learn(args: argparse.Namespace, task: ModuleType, model: Path) -> list[dict[
 
     def show(report) -> None:
         names = ("critic/score/mean", "rollout/turns", "rollout/tool_calls", "rollout/tool_errors")
-        curve.append({"step": report.step, **{name: report.metrics[name] for name in names}})
+        curve.append({"step": report.step, **{name: report.metrics.get(name, 0.0) for name in names}})
         if report.step % 10 == 1 or report.step == trainer.total_steps:
             figures = "  ".join(f"{name.split('/')[1]} {curve[-1][name]:.3f}" for name in names)
             print(f"step {report.step:4}  {time.perf_counter() - start:5.0f} s  {figures}", flush=True)

@@ -7,22 +7,20 @@ The corpus has one sentence per person; the prompts contain only a name.
 """
 
 import json
-import math
 import re
-from collections import Counter
-from pathlib import Path
 from random import Random
 from typing import Any
 
 from verl.agents.tools.base_tool import BaseTool
 from verl.agents.tools.schemas import ToolResponse
+from verl.recipe.search_r1.search import Corpus
 
 SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
 WITH_TOOL = 0.3
 
 
 class SearchTool(BaseTool):
-    """BM25 over the lines of a file (Robertson and Zaragoza 2009), or over the corpus of the example.
+    """The lines of a file, or the corpus of the example.
 
     `config`: corpus (path; null: the corpus of the example), top_k.
     """
@@ -30,29 +28,12 @@ class SearchTool(BaseTool):
     def __init__(self, config: dict[str, Any], tool_schema: Any = None):
         super().__init__(config, tool_schema)
         path = config.get("corpus")
-        self.documents = corpus() if path is None else Path(path).read_text(encoding="utf-8").splitlines()
-        self.counts = [Counter(words(text)) for text in self.documents]
-        self.lines: dict[str, list[int]] = {}
-        for line, count in enumerate(self.counts):
-            for word in count:
-                self.lines.setdefault(word, []).append(line)
-        self.mean_length = sum(map(Counter.total, self.counts)) / len(self.counts)
+        self.corpus = Corpus(corpus()) if path is None else Corpus.read(path)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         """The best lines for the query."""
-        scores: Counter[int] = Counter()
-        for word in set(words(parameters["query"])):
-            lines = self.lines.get(word, [])
-            weight = math.log(1 + (len(self.documents) - len(lines) + 0.5) / (len(lines) + 0.5))
-            for line in lines:
-                count, length = self.counts[line][word], self.counts[line].total()
-                scores[line] += weight * count * 2.2 / (count + 1.2 * (0.25 + 0.75 * length / self.mean_length))
-        best = [self.documents[line] for line, _ in scores.most_common(self.config.get("top_k", 1))]
+        best = self.corpus.best(parameters["query"], self.config.get("top_k", 1))
         return ToolResponse(text="\n".join(best) or "nothing found"), 0.0, {"found": len(best)}
-
-
-def words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
 
 
 def corpus(people: int = 2000) -> list[str]:

@@ -15,7 +15,7 @@ from verl.protocol import DataProto
 from verl.rewards import judge as module
 from verl.rewards.judge import Judge, JudgeError
 from verl.rewards.managers import NaiveRewardManager
-from verl.rewards.outcome import RewardError
+from verl.rewards.outcome import RewardError, Sample, read_outcome
 from verl.rewards.resolve import resolve_reward_function
 from verl.server.http import ServerThread
 
@@ -69,6 +69,21 @@ def ask(judge, response="a response", prompt="a prompt", truth=None):
 
 
 # ---- requests and verdicts ------------------------------------------------------------------------------------------
+
+
+def test_the_judge_is_a_term_of_a_weighted_sum(endpoint):
+    """0.5 x the rule (1 of 2 is right) + 2 x the grades, whose requests run at the same time; the cost is kept."""
+    judged = {"name": "judge", "weight": 2.0, "kwargs": {"url": endpoint.url, "model": "j", "completion_price": 1e5}}
+    terms = [{"name": "gsm8k", "weight": 0.5}, judged]
+    function = resolve_reward_function(registered="weighted", reward_kwargs={"rewards": terms})
+    endpoint.replies = ["Score: 5"]
+    samples = [Sample("x", text, "7", {}, i, 2) for i, text in enumerate(("#### 7", "#### 8"))]
+    outcomes = dict((i, read_outcome(each)) for i, _, each in NaiveRewardManager(None, function).outcomes(samples))
+    assert [outcomes[i][0] for i in (0, 1)] == [1.5, 1.0]
+    assert outcomes[1][1] == {
+        **{"acc": 0.0, "gsm8k": 0.0, "judge": 0.5, "judge_prompt_tokens": 100, "judge_completion_tokens": 10},
+        **{"judge_cost": 1.0, "judge_cached": 0.0, "pred": "8"},
+    }
 
 
 def test_the_request_and_the_grade(endpoint, monkeypatch):

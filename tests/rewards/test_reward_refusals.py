@@ -60,7 +60,9 @@ REFUSED = {
     "did you mean 'format'": weighted({"name": "formt"}),
     "did you mean 'weight'": weighted({"name": "format", "wieght": 1}),
     "two rewards are labeled 'format'": weighted({"name": "format"}, {"name": "format"}),
-    "weighted: slow_judge.* is async": weighted({"path": SAMPLES, "name": "slow_judge"}),
+    "plain function, but another reward is async": weighted(
+        {"path": SAMPLES, "name": "slow_judge"}, {"path": SAMPLES, "name": "compute_score"}
+    ),
     "weighted: batch.* takes lists": weighted({"path": SAMPLES, "name": "batch"}),
     # managers
     "did you mean 'naive'": manager("naif"),

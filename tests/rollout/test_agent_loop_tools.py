@@ -14,6 +14,7 @@ from examples.quickstart.tiny_model import tiny_model
 from verl.agents import AGENT_LOOPS, MultiTurnLoop, Prompt, Trajectory, make_agent_loop
 from verl.agents.chat import ChatContinuation
 from verl.agents.public import ServerManager
+from verl.agents.tags import TagLoop
 from verl.config import load_config
 from verl.data.chat import encode_conversations
 from verl.registry import import_module
@@ -93,7 +94,8 @@ class Policy:
 
     async def __call__(self, request: Request) -> Completion:
         self.requests.append(request)
-        ids = [*self.tokenizer.encode(self.turns.pop(0)), self.tokenizer.eos_token_id]
+        ids, stop = self.tokenizer.encode(self.turns.pop(0)), request.params.stop
+        ids += [] if stop and stop.find(ids) else [self.tokenizer.eos_token_id]
         kept = ids[: request.params.max_tokens]
         return Completion(kept, [-1.0] * len(kept), "stop" if kept == ids else "length")
 
@@ -102,7 +104,10 @@ def run(loop, policy: Policy, max_tokens: int = 1000, **columns) -> Trajectory:
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     ids = policy.tokenizer.encode(text, add_special_tokens=False)
     params = SamplingParams(max_tokens, (policy.tokenizer.eos_token_id,))
-    return asyncio.run(loop.run(Prompt(ids, params, 3, columns), policy))
+    prompt = Prompt(ids, params, 3, columns)
+    trajectory = asyncio.run(loop.run(prompt, policy))
+    assert trajectory.prompt is prompt  # the rollout refuses another one
+    return trajectory
 
 
 def call(name: str, **arguments) -> str:
@@ -125,6 +130,44 @@ def test_a_call_its_observation_and_the_answer(files, tokenizer):
     assert trajectory.turns == 2 and trajectory.finish_reason == "stop"
     assert trajectory.metrics == {"tool_calls": 1, "tool_errors": 0, "tool_timeouts": 0}
     assert trajectory.extra_info["tool_rewards"] == [0.25] and trajectory.extra_info["num_turns"] == 4
+
+
+_DOC = "<information>Doc 1(Title: Ada) Ada has the code 42.</information>"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "turn", "result"),
+    [
+        ("search_r1", "<think>Who?</think> <search> code of Ada </search>", _DOC),
+        ("search_r1", "<search>Bob</search>", "<information>nothing found</information>"),
+        ("retool", "<code>```python\nx = 6\nx * 7\n```</code>", "<interpreter>42\n</interpreter>"),
+        ("retool", "<code>for i in (1, 2): print(i)</code>", "<interpreter>1\n2\n</interpreter>"),
+    ],
+)
+def test_a_call_between_tags_is_answered_in_the_same_turn(recipe, turn, result, tokenizer, tmp_path, monkeypatch):
+    lines = ({"contents": "Ada\nAda has the code 42."}, {"contents": "Eve\nEve has none."})
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setenv("CORPUS", str(tmp_path / "corpus.jsonl"))
+    path = Path(__file__).parents[2] / "verl/recipe" / recipe
+    overrides = [f"{ROLLOUT}agent.agent_loop_config_path={path / 'agent.yaml'}"]
+    config = load_config(path / f"{recipe}.yaml", [*overrides, ROLLOUT + "multi_turn.tool_isolation=none"])
+    loop = make_agent_loop(recipe, config.actor_rollout_ref.rollout, tokenizer)
+    policy = Policy(tokenizer, turn, "<answer>42</answer>")
+    trajectory = run(loop, policy)
+    assert texts(trajectory, tokenizer) == [
+        ("policy", turn),
+        ("tool", f"\n\n{result}\n\n"),
+        ("policy", "<answer>42</answer><|im_end|>"),
+    ]
+    counts = [len(segment.token_ids) for segment in trajectory.segments]
+    assert trajectory.response_mask == [1] * counts[0] + [0] * counts[1] + [1] * counts[2]
+    assert trajectory.metrics == {"tool_calls": 1, "tool_errors": 0, "tool_timeouts": 0}
+    assert trajectory.extra_info["num_turns"] == 4
+
+
+def test_a_loop_with_tags_needs_one_tool_with_one_argument(files, tokenizer):
+    with pytest.raises(ValueError, match="expected one tool with one required argument.*found 1 tools with 0"):
+        TagLoop(rollout(), tokenizer, tools=str(files / "tools.yaml"), call_tag="a", result_tag="b")
 
 
 def test_sft_on_a_chat_with_a_call_trains_on_the_tokens_of_the_rollout(tokenizer):

@@ -115,6 +115,51 @@ def test_responses_and_scores_are_those_of_validation(settings, keys, trajectori
     assert score == pytest.approx(metrics["val-core/x/acc/mean@1"]) and score > 1
 
 
+AGENT = """
+import json
+from urllib.request import Request, urlopen
+
+def run(sample, base_url, api_key, model):
+    chat = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    with urlopen(Request(f"{base_url}/chat/completions", json.dumps(chat).encode(), headers)) as reply:
+        content = json.load(reply)["choices"][0]["message"]["content"]
+    return sample["extra_info"]["index"] + 0.5
+"""
+LOOP = """
+from verl.agents.loop import SingleTurn, register_agent_loop
+
+@register_agent_loop("ranked")
+class Ranked(SingleTurn):
+    @staticmethod
+    def score_group(samples):
+        assert len({sample.prompt[0]["content"] for sample in samples}) == 1
+        return [float(rank) for rank in range(len(samples))]
+"""
+
+
+@pytest.mark.parametrize(("kind", "n", "expected"), [("server", 1, [0.5, 1.5, 2.5, 3.5]), ("ranked", 3, [0, 1, 2] * 4)])
+def test_scores_of_agents_and_of_groups_are_in_the_file(kind, n, expected, keys, tmp_path):
+    pytest.importorskip("uvicorn")
+    (tmp_path / "agent.py").write_text(AGENT if kind == "server" else LOOP)
+    rows = [json.loads(line) for line in (tmp_path / "test.jsonl").read_text().splitlines()]
+    rows = [{**row, "extra_info": {"index": i}} for i, row in enumerate(rows[:4])]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [key for key in keys if "multi_turn" not in key and "stop=" not in key]
+    given += ["data.batch_size=3", f"data.n_samples={n}", "rollout.temperature=1", "rollout.response_length=8"]
+    if kind == "server":
+        given += ["rollout.mode=server", f"rollout.server.agent.path={tmp_path / 'agent.py'}"]
+    else:
+        given += ["rollout.agent.default_agent_loop=ranked", f"imports=[{tmp_path / 'agent.py'}]"]
+    rows = pq.read_table(GenerationRun(overrides=given).run()).to_pylist()
+    scores = [json.loads(info)["agent_score"] for row in rows for info in row["trajectory_info"]]
+    assert scores == expected
+    scored = ["reward.reward_function=agent_score", "reward.num_processes=1"]
+    report = Evaluation(overrides=[f"data.path={tmp_path / 'out.parquet'}", *scored]).run()
+    score = report["evaluated"]["overall"]["metrics"]["score"]["value"]
+    assert score == pytest.approx(sum(expected) / len(expected))
+
+
 KILLED = """
 import os, signal, sys
 from verl.trainer.main_generation import main
@@ -161,12 +206,12 @@ def test_an_interrupted_run_resumes_to_the_same_file(kills, keys, tmp_path, capl
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("rollout.agent.default_agent_loop=server_agent", "is not supported by generation without training: use verl"),
+        ("rollout.agent.default_agent_loop=server_agent", "rollout.mode is async: mode=server and the agent loop"),
         ("rollout.agent.default_agent_loop=tool_agnt", "rollout.agent.default_agent_loop"),
         ("rollout.multi_turn.function_tool_path=null", "rollout.multi_turn.enable: true, but there are no tools"),
         ("rollout.multi_turn.format=hermess", "rollout.multi_turn.format"),
         ("rollout.multi_turn.function_tool_path=nowhere.py", "rollout.multi_turn.function_tool_path"),
-        ("rollout.mode=server", "rollout.mode"),
+        ("rollout.mode=server", "rollout.multi_turn.enable: true, but rollout.mode is server"),
     ],
 )
 def test_what_cannot_work_ends_in_one_message(override, message, keys, capsys):

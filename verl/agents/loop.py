@@ -199,6 +199,13 @@ def register_agent_loop(name: str) -> Callable[[AgentLoopFactory], AgentLoopFact
     return AGENT_LOOPS.register(name)
 
 
+def score_group_of(agent: BaseModel) -> Callable | None:
+    """The function `score_group` of the default agent loop of a section `rollout.agent`, if its class has one."""
+    path, name = agent.agent_loop_config_path, agent.default_agent_loop
+    listed = load_object("verl.agents.public", "read_loops")(path) if path else {}  # at use: imports the tools
+    return getattr(listed[name][0] if name in listed else AGENT_LOOPS.get(name), "score_group", None)
+
+
 @register_agent_loop("single_turn")
 @register_agent_loop("single_turn_agent")
 class SingleTurn:

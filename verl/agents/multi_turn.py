@@ -72,8 +72,7 @@ class MultiTurnLoop:
                 "the agent loop tool_agent has no tools and no interactions: set rollout.multi_turn.tool_config_path, "
                 "function_tool_path or interaction_config_path"
             )
-        self.chat = ChatContinuation(tokenizer, schemas, self.config.apply_chat_template_kwargs)
-        self.parser = TOOL_PARSERS[self.config.format](tokenizer) if schemas else None
+        self.chat, self.parser = self._form(schemas)
         settings = ToolSettings(
             *files,
             self.config.interaction_config_path,
@@ -86,6 +85,11 @@ class MultiTurnLoop:
         else:
             self.runner = ToolProcesses(settings, self.config.tool_processes)
         self._number = 0
+
+    def _form(self, schemas: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
+        """What writes the tokens between two turns, and what reads the calls of a turn."""
+        chat = ChatContinuation(self.tokenizer, schemas, self.config.apply_chat_template_kwargs)
+        return chat, TOOL_PARSERS[self.config.format](self.tokenizer) if schemas else None
 
     async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
         state = self._state_of(prompt)

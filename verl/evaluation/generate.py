@@ -15,6 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from verl.agents.loop import score_group_of
 from verl.config import to_flat_dict
 from verl.config.schema.offline import GenerationConfig
 from verl.data.media import note_unused_media_keys
@@ -23,7 +24,7 @@ from verl.data.tokenization import load_tokenizer
 from verl.dataflow import DataFlow, Operator
 from verl.evaluation.prompts import PromptSet, Responses, SavedResponses, check_output, write_output
 from verl.protocol import DataProto
-from verl.rewards.responses import token_masks
+from verl.rewards.responses import add_group_scores, read_samples, token_masks
 from verl.rollout.request import stop_strings
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
 from verl.tracking.formatting import format_clock
@@ -50,6 +51,8 @@ _IRRELEVANT_SETTINGS = (
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
 )
+#: settings that only agent loops read
+_LOOPS = ("rollout.agent.", "rollout.multi_turn.", "rollout.server.")
 
 
 class GenerationRun:
@@ -90,7 +93,8 @@ class GenerationRun:
         limits.check_vocabulary(self.tokenizer, prompt_ids.largest)
         limits.check_engine(rollout)
         fix = "remove longer prompts from the file"
-        limits.check_response_length(prompt_ids.longest, rollout.response_length, "rollout.response_length", fix)
+        longest = rollout.prompt_length if rollout.mode == "server" else prompt_ids.longest  # agents write their own
+        limits.check_response_length(longest, rollout.response_length, "rollout.response_length", fix)
         check_output(self.prompts, self.output)
         self.saved = SavedResponses(self.output, self.settings(), prompts=len(self.prompts), n=data.n_samples)
         self.finished = self.saved.is_finished()
@@ -118,7 +122,7 @@ class GenerationRun:
         kept = {key: value for key, value in to_flat_dict(self.config).items() if key not in _IRRELEVANT_SETTINGS}
         loops = {key: kept.pop(key) for key in [*kept] if key.startswith(("rollout.agent.", "rollout.multi_turn."))}
         if self.prompts.uses_loops or self.prompts.tools:
-            files = {key: path for key, path in loops.items() if key.endswith("_path") and Path(str(path)).is_file()}
+            files = {key: path for key, path in loops.items() if key.endswith("path") and Path(str(path)).is_file()}
             kept |= loops | {f"{key} (contents)": [_checksum(path)] for key, path in files.items()}
         return kept | {
             "rollout.dtype": str(self.dtype).removeprefix("torch."),
@@ -131,7 +135,7 @@ class GenerationRun:
 
     def build_flow(self, batches: Sequence[Sequence[int]]) -> DataFlow:
         """Return a flow whose every pass generates the responses to the next of the `batches` of prompts."""
-        saved, remaining = self.saved, iter(batches)
+        saved, remaining, score_group = self.saved, iter(batches), score_group_of(self.config.rollout.agent)
 
         def prompts() -> DataProto:
             # the uid is the index of the prompt: responses depend neither on the batches nor on an interruption
@@ -146,7 +150,12 @@ class GenerationRun:
             values = [decode_all(self.tokenizer, ids), list(map(sum, sampled)), list(batch.column("finish_reason"))]
             if self.prompts.uses_loops:
                 values.append(list(map(self._turns, ids, sampled)))
-                values.append(list(map(reward_info_json, batch.column("trajectory_info"), ids)))
+                infos = batch.column("trajectory_info")
+                if score_group is not None:
+                    samples = read_samples(batch, self.tokenizer, "data_source")
+                    add_group_scores(samples, score_group)
+                    infos = [i | {"agent_score": s.extra_info["agent_score"]} for i, s in zip(infos, samples)]
+                values.append(list(map(reward_info_json, infos, ids)))
             groups = [slice(start, start + saved.n) for start in range(0, len(batch), saved.n)]
             saved.append(batch.meta_info["prompts"], [Responses(*(each[group] for each in values)) for group in groups])
 

@@ -1,10 +1,11 @@
 """Selecting the reward function of a run: by path, by registered name, by data source, or as a weighted sum."""
 
+import asyncio
+import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 from verl.registry import did_you_mean, load_object
@@ -113,7 +114,7 @@ def rule_for(data_source: str) -> ScoreFunction:
     return RULES_BY_DATA_SOURCE[known]
 
 
-@lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)
 def _longest_match(name: str, known: tuple[str, ...]) -> str | None:
     """The longest of the known names with which a data source begins, before a character that is no letter."""
     matching = [k for k in known if name.startswith(k.lower()) and not name[len(k) : len(k) + 1].isalpha()]
@@ -168,7 +169,9 @@ def resolve_reward_function(
         function = as_score_function(REWARD_FUNCTION_REGISTRY[registered], kwargs)
         if function.func is weighted_sum:
             terms = tuple(term for *_, term in _parsed_terms(kwargs["rewards"]))
-            return replace(function, terms=terms, rules=_custom_rules() if any(term.route for term in terms) else {})
+            func = _weighted_sum_async if any(term.is_async for term in terms) else weighted_sum
+            rules = _custom_rules() if any(term.route for term in terms) else {}
+            return replace(function, func=func, terms=terms, rules=rules)
         return function
     if kwargs:
         raise ValueError(
@@ -263,21 +266,46 @@ def weighted_sum(
             data source), or `path` and `name`: a custom one. Optional: `weight` (1.0), `kwargs`, `label` (the name).
 
     Returns:
-        The sum as "score", the score of each term under its label, and the extra values of the first term, whose "acc"
-        is the accuracy.
+        The sum as "score", the score of each term under its label, and the extra values of the terms; "acc" is that of
+        the first.
     """
+    calls, arguments = _parsed_terms(rewards), (data_source, solution_str, ground_truth, extra_info, prompt)
+    functions = [term.for_data_source(data_source) for *_, term in calls]
+    return _sum(calls, functions, [function.func(**function.arguments(*arguments)) for function in functions])
+
+
+async def _weighted_sum_async(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    prompt: Any = None,
+    *,
+    rewards: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """`weighted_sum` of which a term is `async def`, such as the judge. The others run in threads."""
+    calls, arguments = _parsed_terms(rewards), (data_source, solution_str, ground_truth, extra_info, prompt)
+    functions = [term.for_data_source(data_source) for *_, term in calls]
+    results = []
+    for function in functions:
+        call = function.func if function.is_async else functools.partial(asyncio.to_thread, function.func)
+        results.append(call(**function.arguments(*arguments)))
+    return _sum(calls, functions, await asyncio.gather(*results))
+
+
+def _sum(
+    calls: Sequence[tuple[str, float, ScoreFunction]], functions: Sequence[ScoreFunction], returned: Sequence[Any]
+) -> dict[str, Any]:
+    """The weighted sum of what the functions of the terms returned, with the score of each."""
     total, values = 0.0, {}
-    for index, (label, weight, term) in enumerate(_parsed_terms(rewards)):
-        function = term.for_data_source(data_source)
-        returned = function.func(**function.arguments(data_source, solution_str, ground_truth, extra_info, prompt))
+    for index, ((label, weight, _), function, result) in enumerate(zip(calls, functions, returned)):
         try:
-            score, extra = read_outcome(Outcome(returned))
+            score, extra = read_outcome(Outcome(result))
         except BadOutcome as bad:
             raise ValueError(f"reward {label!r}, {function.location}, {bad}") from None
         total += weight * score
-        if index == 0:
-            values |= {"acc": score, **extra}
-        values[label] = score
+        extra = {"acc": score, **extra} if index == 0 else {k: v for k, v in extra.items() if k != "acc"}
+        values = {**extra, **values, label: score}  # of two terms with the same extra value, the first one's
     return {"score": total, **values}
 
 
@@ -285,7 +313,7 @@ def _parsed_terms(rewards: Sequence[Mapping[str, Any]]) -> list[tuple[str, float
     return _terms(json.dumps(list(map(dict, rewards))))
 
 
-@lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)
 def _terms(rewards: str) -> list[tuple[str, float, ScoreFunction]]:
     """Parse a JSON list of rewards into (label, weight, function). Raises ValueError for an invalid entry."""
     terms: list[tuple[str, float, ScoreFunction]] = []
@@ -296,14 +324,19 @@ def _terms(rewards: str) -> list[tuple[str, float, ScoreFunction]]:
         name, path = spec.get("name"), spec.get("path")
         registered = None if path else name or "data_source"
         term = resolve_reward_function(path, name if path else None, registered, spec.get("kwargs"))
-        if term.is_async or term.form == "batch":
-            raise ValueError(
-                f"weighted: {term.location} is async or takes lists: expected a plain function that scores one response"
-            )
+        if term.form == "batch":
+            raise ValueError(f"weighted: {term.location} takes lists: expected a function that scores one response")
         label = spec.get("label") or name or term.name
         if label in [known for known, *_ in terms]:
             raise ValueError(f"weighted: two rewards are labeled {label!r}; set label for one of them")
         terms.append((label, float(spec.get("weight", 1.0)), term))
     if not terms:
         raise ValueError("weighted: rewards: expected at least one reward, found none")
+    if any(term.is_async for *_, term in terms):
+        for _, _, term in terms:
+            if not (term.is_async or term.is_builtin):  # a thread cannot be stopped at a timeout
+                raise ValueError(
+                    f"weighted: {term.location} is a plain function, but another reward is async, as the judge is: "
+                    "expected async def, or a built-in reward"
+                )
     return terms

@@ -121,14 +121,18 @@ def load_class(
         raise ValueError(
             f"{location}: {key}: expected package.module.Class or path/to/file.py:Class, found {address!r}"
         )
-    if path.endswith(".py") and not expanded(path).is_file():
-        sibling = expanded(config_path).parent / path
-        path = str(sibling) if sibling.is_file() else path
+    path = beside(config_path, path) if path.endswith(".py") else path
     with _code_of_user(f"{location}: {key}", address):
         cls = load_object(path, name)
     if not (isinstance(cls, type) or (functions and callable(cls))):
         raise ValueError(f"{location}: {key}: expected a class, found {cls!r}")
     return cls
+
+
+def beside(config_path: str | None, path: str) -> str:
+    """The path, or that of the file beside the one that names it, if only this exists."""
+    neighbor = expanded(config_path or "").parent / path
+    return str(neighbor) if neighbor.is_file() and not expanded(path).is_file() else path
 
 
 class Stopped(Exception):

@@ -56,9 +56,11 @@ class GenerationConfig(Schema):
 
     @classmethod
     def derive(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """rollout.multi_turn.enable selects the agent loop tool_agent."""
-        if str(settings.get("rollout.multi_turn.enable")).lower() == "true":
-            return {"rollout.agent.default_agent_loop": "tool_agent"} | settings
+        """rollout.multi_turn.enable and mode=server select the agent loops tool_agent and server_agent."""
+        loops = {"rollout.multi_turn.enable": ("true", "tool_agent"), "rollout.mode": ("server", "server_agent")}
+        for key, (value, loop) in loops.items():
+            if str(settings.get(key)).lower() == value:
+                return {"rollout.agent.default_agent_loop": loop} | settings
         return settings
 
 

@@ -166,13 +166,6 @@ class MultiTurnConfig(Section):
     )
 
 
-class AgentRolloutConfig(RolloutEngineConfig):
-    """A rollout engine, and the agent loop that calls it."""
-
-    agent: AgentConfig = section(AgentConfig, "agent loop")
-    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "tools and interactions", active_when=_TURNS)
-
-
 class ServerAgentConfig(Section):
     """`actor_rollout_ref.rollout.server.agent`: the agent that is trained."""
 
@@ -195,14 +188,24 @@ class ServerConfig(Section):
     failure_score: float = field(0.0, "score of a sample whose agent fails or exceeds its time limit")
 
 
-class RolloutConfig(AgentRolloutConfig):
-    """`actor_rollout_ref.rollout`: generation of the responses that the policy is trained on."""
+class AgentRolloutConfig(RolloutEngineConfig):
+    """A rollout engine, and the agent loop that calls it."""
 
+    agent: AgentConfig = section(AgentConfig, "agent loop")
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "tools and interactions", active_when=_TURNS)
     mode: Literal["async", "sync", "server"] = field(
         "async",
         "async, sync: the rollout process generates the responses (there is no difference); server: an agent calls the "
         "policy over HTTP",
     )
+    server: ServerConfig = section(
+        ServerConfig, "agents that call the policy over HTTP", active_when=("mode", "server")
+    )
+
+
+class RolloutConfig(AgentRolloutConfig):
+    """`actor_rollout_ref.rollout`: generation of the responses that the policy is trained on."""
+
     n: int = field(1, "responses per prompt (group size)", ge=1)
     truncated_log_probs: bool = field(
         True,
@@ -260,9 +263,6 @@ class RolloutConfig(AgentRolloutConfig):
     )
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig, "buckets of the weight sync")
     val_kwargs: ValSamplingConfig = section(ValSamplingConfig, "sampling at validation")
-    server: ServerConfig = section(
-        ServerConfig, "agents that call the policy over HTTP", active_when=("mode", "server")
-    )
 
     @property
     def filters_log_probs(self) -> bool:

@@ -42,16 +42,8 @@ def check_agent_loop(config: schema.Config | schema.GenerationConfig) -> Iterato
     """
     prefix, policy = policy_of(config)
     key, rollout = f"{prefix}rollout", policy.rollout
-    generates_only = isinstance(config, schema.GenerationConfig)
-    turns, is_server = rollout.multi_turn, not generates_only and rollout.mode == "server"
-    loop = rollout.agent.default_agent_loop
-    if generates_only and loop == _SERVER_LOOP:
-        yield Problem(
-            f"{key}.agent.default_agent_loop",
-            f"{loop}, for agents that call the policy over HTTP, is not supported by generation without training: use "
-            "verl train with trainer.val_only=true",
-        )
-    elif is_server and turns.enable:
+    turns, is_server, loop = rollout.multi_turn, rollout.mode == "server", rollout.agent.default_agent_loop
+    if is_server and turns.enable:
         yield Problem(
             f"{key}.multi_turn.enable",
             f"true, but {key}.mode is server, where an agent outside of the trainer runs the tools: use "

@@ -107,7 +107,12 @@ def evaluation_commands(config: Any, checkpoint: Path) -> list[str]:
         return []
     changed = (reward.reward_manager, type(reward.reward_manager)()), (data.ground_truth_key, "answer")
     changed += (data.custom_cls.path, None), (policy.model.custom_chat_template, None)
-    if reward.reward_model.enable or not runs_tools(policy.rollout) or any(value != other for value, other in changed):
+    is_server = policy.rollout.mode == "server"
+    if (
+        reward.reward_model.enable
+        or not (is_server or runs_tools(policy.rollout))
+        or any(value != other for value, other in changed)
+    ):
         return [f"verl train --config {_typed(checkpoint / 'config.yaml')} trainer.val_only=true"]
     val, responses = policy.rollout.val_kwargs, _file(str(checkpoint.with_name(f"responses_{checkpoint.name}.jsonl")))
     shared = ("rollout.", "model.trust", "data.", "trainer.device", "trainer.n_gpus", "imports")
@@ -119,6 +124,8 @@ def evaluation_commands(config: Any, checkpoint: Path) -> list[str]:
     generation |= {"data.path": data.val_files, "data.max_samples": data.val_max_samples, "data.n_samples": val.n}
     generation |= {"data.output_path": responses, "model.path": str(checkpoint / "actor" / "huggingface")}
     scoring = {key: flat.get(key) for key in fields_of(schema.EvalConfig) if key.startswith("reward.")}
+    if is_server and not reward.custom_reward_function.path:
+        scoring["reward.reward_function"] = reward.reward_function or "agent_score"
     scoring |= {"data.path": [responses], "data.data_source_key": data.reward_fn_key, "imports": config.imports}
     return [_command("generate", schema.GenerationConfig, generation), _command("eval", schema.EvalConfig, scoring)]
 

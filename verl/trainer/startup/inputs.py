@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, Sampler
 
-from verl.agents.loop import AGENT_LOOPS
+from verl.agents.loop import score_group_of
 from verl.config import schema
 from verl.data.collate import TOKEN_KEYS, PromptCollator, collate_prompts
 from verl.data.dataset import TokenizedDataset
@@ -253,11 +253,6 @@ def _limits_of(reward: schema.RewardConfig) -> dict[str, Any]:
     return {name: reward[name] for name in names}
 
 
-def _score_group(rollout: schema.RolloutConfig) -> Callable | None:
-    """The function `score_group` of the agent loop, if its class has one."""
-    return getattr(AGENT_LOOPS.get(rollout.agent.default_agent_loop), "score_group", None)
-
-
 def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
     """The reward manager that the `reward` section describes."""
     reward = config.reward
@@ -267,7 +262,7 @@ def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
             f"reward.custom_reward_function.name is {function.name!r}, but reward.custom_reward_function.path is null: "
             "set it to the file that defines the function"
         )
-    registered, score_group = reward.reward_function, _score_group(config.actor_rollout_ref.rollout)
+    registered, score_group = reward.reward_function, score_group_of(config.actor_rollout_ref.rollout.agent)
     check_registered(registered, [import_module(address) for address in config.imports])
     if reward.reward_model.enable and not (registered or function.path):
         registered = "model_score"

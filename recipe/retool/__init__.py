@@ -1,0 +1,1 @@
+"""ReTool: a policy that runs Python while it reasons."""

@@ -1,0 +1,1 @@
+"""Search-R1: a policy that searches while it reasons."""
