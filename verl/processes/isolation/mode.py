@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from verl.processes.isolation.boot import LANDLOCK_ABI_WITH_SCOPES, landlock_abi
+from verl.processes.isolation.boot import LANDLOCK_ABI_WITH_SCOPES, NICE_OF_ROOT, landlock_abi
 
 logger = logging.getLogger("verl.rewards")
 
@@ -33,7 +33,7 @@ _READABLE = (
 #: the same without a mount namespace, where /proc and /dev are those of the host
 _READABLE_OF_HOST = (
     *("/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/sys/vm/overcommit_memory"),
-    *("/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"),
+    *("/dev/full", "/dev/random", "/dev/urandom"),
 )
 #: under bubblewrap the working folder is a part of it, so that the size of one file system limits both
 SHARED_MEMORY = "/dev/shm"
@@ -42,8 +42,9 @@ _NAMESPACES = (
     "--unshare-user --unshare-pid --unshare-net --unshare-ipc --unshare-uts --unshare-cgroup-try "
     "--uid 65534 --gid 65534 --hostname sandbox --die-with-parent --proc /proc"
 )
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_DEVICES = ("null", "full", "random", "urandom")
 _LINKS = {
+    "/dev/zero": "full",  # which reads the same; a shared mapping of /dev/zero is memory that no process shows
     "/dev/fd": "/proc/self/fd",
     "/dev/stdin": "fd/0",
     "/dev/stdout": "fd/1",
@@ -142,7 +143,8 @@ class Isolation:
             "/boot.py",
             *f"--remount-ro /proc --remount-ro / --chdir {_FOLDER}".split(),
         ]
-        return [self.bubblewrap, *options, "--", *python, "/boot.py"]
+        lower_priority = [] if os.getuid() else ["nice", "-n", str(NICE_OF_ROOT)]
+        return [*lower_priority, self.bubblewrap, *options, "--", *python, "/boot.py"]
 
     def environment(self, folder: str | None) -> dict[str, str]:
         """The environment of a program. folder: its working folder; None: in memory."""
@@ -150,13 +152,17 @@ class Isolation:
         return {**names, "PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
 
+_PARTS = ("bin", "etc", "include", "lib", "lib32", "lib64", "libexec", "pyvenv.cfg", "share", "ssl")
+
+
 @functools.cache
 def _interpreter_folders() -> list[str]:
-    """The folders of this interpreter, its standard library and its packages."""
-    paths, executable = sysconfig.get_paths(), Path(sys.executable)
+    """The folders of this interpreter, its standard library and its packages: a project may be in the same folder."""
+    paths, executables = sysconfig.get_paths(), {Path(sys.executable), Path(sys.executable).resolve()}
     folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    folders |= {sys.prefix, sys.base_prefix, sys.exec_prefix, str(executable.parent), str(executable.resolve().parent)}
-    return sorted(folders)
+    prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix}
+    folders |= {f"{prefix}/{name}" for prefix in prefixes for name in _PARTS if os.path.exists(f"{prefix}/{name}")}
+    return sorted(folders | {str(path) for path in executables if str(path.parent) not in folders})
 
 
 # ---- system calls ----------------------------------------------------------------------------------------------------
@@ -198,6 +204,7 @@ def compile_filter(signals: bool, attributes: bool) -> bytes:
     add(" ".join([*table["allowed"].values(), table["signals_to_others"] if signals else ""]), _ALLOW)
     add(table["attributes"], _ALLOW if attributes else _FAIL)
     add(table["missing"], _FAIL | errno.ENOSYS)
+    add(table["unsupported"], _FAIL | errno.EOPNOTSUPP)
     for name, conditions in table["conditions"].items():
         for condition in conditions:
             add(name, _ALLOW, *condition)

@@ -12,7 +12,9 @@ import itertools
 import json
 import pickle
 import re
+import sys
 import textwrap
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,13 +23,17 @@ from verl.rewards.rules.answers.extract import visible_text
 from verl.rewards.sandbox.assert_program import USUAL_MODULES
 
 _FENCE = re.compile(
-    r"(?<![`~])(?P<fence>`{3,}|~{3,})[ \t]*(?P<info>[^`\n]*)\n(?P<code>.*?)"
+    r"(?<![`~])(?P<fence>`{3,}|~{3,})(?P<info>[^`\n]{0,200})\n(?P<code>.*?)"
     r"(?:^[ \t]*(?:(?P=fence)[`~]*[ \t]*$|(?=(?P=fence)[ \t]*[\w{]))|(?<=\S)(?P=fence)[ \t]*$|\Z)",
     re.DOTALL | re.MULTILINE,
 )
+_LONG_NAME = re.compile(r"(?:\.[\s\\]*\w+[\s\\]*){99}")  # `import a.a.a`: the parser needs the square of its memory
 _PYTHON = ("py", "py3", "python", "python3", "pypy", "pypy3", "ipython")
 _FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 _RECURSION = "__import__('sys').setrecursionlimit(600_000)"  # as the graders of PRIME and LiveCodeBench
+
+# The compiler warns of what programs of responses have, such as "\d": not in the log of the run.
+warnings.filterwarnings("ignore", module="a program of a response")
 
 #: names by which tests import the program
 PROGRAM_MODULES = {"solution", "main", "program", "submission", "candidate", "your_module"}
@@ -93,8 +99,10 @@ def with_imports(code: str) -> str:
 
 
 def _parse(code: str) -> ast.Module | None:
+    if _LONG_NAME.search(code):
+        return None
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        return ast.parse(code)
+        return ast.parse(code, "a program of a response")
     return None
 
 
@@ -262,6 +270,7 @@ def _read_source(tests: Mapping[str, Any], context: Mapping[str, Any]) -> dict[s
     _check_source(module, imported, to_collect)
     source = ast.unparse(ast.fix_missing_locations(checks.visit(module)))
     to_run = [source, checks.known > 0, sorted(to_collect), sorted(imported & PROGRAM_MODULES)]
+    to_run += [_owners(module), sorted(_bound(module))]
     return {"source": to_run, "before": before}
 
 
@@ -334,6 +343,25 @@ class _Checks(ast.NodeTransformer):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom:
         node.module, node.level = (node.module or "solution") if node.level else node.module, 0
         return node
+
+
+def _bound(module: ast.Module) -> set[str]:
+    """The names that code imports and defines, outside of its functions and classes."""
+    aliases = [alias for node in module.body if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    names = {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
+    return names | {node.name for node in module.body if hasattr(node, "name")}
+
+
+def _owners(module: ast.Module) -> list[list[str]]:
+    """(name, module, attribute) of modules that code uses as `decimal.Decimal` or `np.array`, and does not import."""
+    _, defined = _names(module)
+    uses = [
+        (node.value.id, node.attr)
+        for node in ast.walk(module)
+        if isinstance(getattr(node, "value", None), ast.Name) and isinstance(node, ast.Attribute)
+    ]
+    modules = {name: name for name in sys.stdlib_module_names} | {"np": "numpy", "numpy": "numpy"}
+    return sorted([name, modules[name], attribute] for name, attribute in {*uses} if name in modules.keys() - defined)
 
 
 def _imported_modules(module: ast.AST) -> set[str]:
