@@ -199,9 +199,7 @@ def memory_of(pids: Iterable[int], shared_once: bool = False) -> int:
 
 
 def thread_folder(pid: int) -> Path:
-    """The folder in /proc of a thread that runs: the first one of a process, if it has ended, has no memory and files.
-
-    Raises FileNotFoundError or ProcessLookupError if the process has ended."""
+    """The folder in /proc of a thread of a process that runs: the first one may have ended, and then shows nothing."""
     first = Path(f"/proc/{pid}")
     if _kibibytes(first / "status", b"VmRSS:"):
         return first

@@ -39,10 +39,7 @@ REFER = FILE_RIGHTS[2]
 RIGHTS_TO_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | FILE_RIGHTS[3] | FILE_RIGHTS[5]
 BIND_OR_CONNECT_TCP, SCOPE_ABSTRACT_UNIX_SOCKETS, SCOPE_SIGNALS = 3, 1, 2
 #: what a program reads of /proc/self; net, also that of each task, shows the connections of the host
-OF_ITSELF = (
-    *("auxv", "cmdline", "comm", "environ", "exe", "fd", "fdinfo", "io", "limits", "maps", "smaps", "smaps_rollup"),
-    *("stat", "statm", "status"),
-)
+OF_ITSELF = ("cmdline", "comm", "environ", "exe", "fd", "fdinfo", "io", "limits", "maps", "stat", "statm", "status")
 #: the kernel does not limit the number of root's processes: they must not stop those that measure and end them
 NICE_OF_ROOT = 10
 

@@ -43,14 +43,11 @@ _NAMESPACES = (
     "--uid 65534 --gid 65534 --hostname sandbox --die-with-parent --proc /proc"
 )
 _DEVICES = ("null", "full", "random", "urandom")
-_LINKS = {
-    "/dev/zero": "full",  # which reads the same; a shared mapping of /dev/zero is memory that no process shows
-    "/dev/fd": "/proc/self/fd",
-    "/dev/stdin": "fd/0",
-    "/dev/stdout": "fd/1",
-    "/dev/stderr": "fd/2",
-    "/tmp": _FOLDER,
-}
+_LINKS = {"/dev/fd": "/proc/self/fd", "/dev/stdin": "fd/0", "/dev/stdout": "fd/1", "/dev/stderr": "fd/2"}
+# /dev/full reads as /dev/zero does, a shared mapping of which would be memory that no process shows
+_LINKS |= {"/tmp": _FOLDER, "/dev/zero": "full"}
+#: folders of an interpreter, which a project may share with it
+_PARTS = ("bin", "etc", "include", "lib", "lib32", "lib64", "libexec", "pyvenv.cfg", "share", "ssl")
 
 
 @dataclass(frozen=True)
@@ -137,12 +134,8 @@ class Isolation:
         for link, target in _LINKS.items():
             is_free = not any(path.startswith(f"{link}/") for path in _interpreter_folders())
             options += ["--symlink", target, link] if is_free else []
-        options += [
-            "--ro-bind",
-            str(_BOOT),
-            "/boot.py",
-            *f"--remount-ro /proc --remount-ro / --chdir {_FOLDER}".split(),
-        ]
+        options += ["--ro-bind", str(_BOOT), "/boot.py", "--chdir", _FOLDER]
+        options += ["--remount-ro", "/proc", "--remount-ro", "/"]
         lower_priority = [] if os.getuid() else ["nice", "-n", str(NICE_OF_ROOT)]
         return [*lower_priority, self.bubblewrap, *options, "--", *python, "/boot.py"]
 
@@ -152,12 +145,9 @@ class Isolation:
         return {**names, "PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
 
-_PARTS = ("bin", "etc", "include", "lib", "lib32", "lib64", "libexec", "pyvenv.cfg", "share", "ssl")
-
-
 @functools.cache
 def _interpreter_folders() -> list[str]:
-    """The folders of this interpreter, its standard library and its packages: a project may be in the same folder."""
+    """The folders of this interpreter, its standard library and its packages."""
     paths, executables = sysconfig.get_paths(), {Path(sys.executable), Path(sys.executable).resolve()}
     folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix}

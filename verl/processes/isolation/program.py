@@ -218,15 +218,10 @@ class _Process:
         ways = (False, True) if len(pids) <= MOST_READ_PROCESSES else (False,)
         if all(in_memory + memory_of(pids, shared_once) > memory for shared_once in ways):
             return f"used more than {memory >> 20} MiB together"
-        return _host_excess() or self._disk_excess()
-
-    def _disk_excess(self) -> str | None:
-        """Files without a name that are mapped, and folders that are renamed all the time, are not measured: a program
-        that may have written more than its share ends before the disk is full."""
         free, reserve = _free_space(self._folder)
-        if free >= min(reserve, self._free_space - self._limits.memory_bytes // 2):
-            return None
-        return f"ran while the disk of its files had less than {reserve >> 20} MiB of space"
+        if free < min(reserve, self._free_space - memory // 2):  # files without a name that are mapped are not measured
+            return f"ran while the disk of its files had less than {reserve >> 20} MiB of space"
+        return _host_excess()
 
     def _files_in_memory(self) -> tuple[int, int]:
         """Number and size of the files, also of those that are deleted and open."""
@@ -274,11 +269,7 @@ def _remove(folder: str) -> None:
 
 def _resources(limits: Limits, folder: str | None) -> dict[str, int]:
     """Limits of each process of a program. folder: on the disk, if it has one."""
-    resources = {
-        "RLIMIT_CPU": int(limits.seconds) + 1,
-        "RLIMIT_CORE": 0,
-        "RLIMIT_NOFILE": MOST_OPEN_FILES_OF_PROCESS,
-    }
+    resources = {"RLIMIT_CPU": int(limits.seconds) + 1, "RLIMIT_CORE": 0, "RLIMIT_NOFILE": MOST_OPEN_FILES_OF_PROCESS}
     if sys.platform == "linux":  # only Linux has a limit of the address space that programs survive
         # the kernel counts all of this user, and does not limit root
         tasks = int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[2])

@@ -411,33 +411,24 @@ class Solution:
         return self.receive(*operands)
 
 
-def judge(
-    channel: Channel,
-    tests: str,
-    has_checks: bool,
-    to_collect: list[str],
-    imports: list[str],
-    owners: list[list[str]],
-    bound: list[str],
-    code: str,
-) -> bool:
+def judge(channel: Channel, tests: str, has_checks: bool, lists: dict[str, list[Any]], code: str) -> bool:
     """Run the tests. Returns whether the program has passed, or raises what the tests raise.
 
     Args:
         tests: Python code, with `__count__` and `__check__` around its checks (has_checks: it has some).
-        to_collect: The functions and classes of the tests that pytest collects.
-        imports: The names by which the tests import the program.
-        owners: (name, module, attribute) of modules that the tests use and do not import.
-        bound: The names that the tests import and define.
+        lists: "collected": the functions and classes of the tests that pytest collects. "imports": the names by which
+            the tests import the program. "bound": the names that they import and define. "owners": (name, module,
+            attribute) of modules that they use and do not import.
     """
-    meant = {name: module for name, module, attribute in owners if hasattr(importlib.import_module(module), attribute)}
+    to_collect, imports = lists["collected"], lists["imports"]
+    meant = {n: m for n, m, a in lists["owners"] if n in USUAL_MODULES or hasattr(importlib.import_module(m), a)}
     solution, checks = Solution(channel), Checks()
     run_pytest = take_over_frameworks(tests, bool(to_collect))
     channel.send(code)
     names = solution.receive()
     used = program_names(tests, names, bool(imports), meant)
     program = {n: solution.request("global", n) for n in (names if imports else used) if not n.startswith("__")}
-    reserved = {*vars(builtins), *USUAL_MODULES, *bound}
+    reserved = {*vars(builtins), *USUAL_MODULES, *lists["bound"]}
     for name in imports:
         sys.modules[name] = types.ModuleType(name)
         vars(sys.modules[name]).update(program, __all__=[n for n in program if n[0] != "_" and n not in reserved])
@@ -483,8 +474,7 @@ def program_names(tests: str, known: Iterable[str], has_imports: bool, modules: 
     of the program nor import it, so that no program can replace the `abs` in `assert abs(area(2) - 12.57) < 0.01`.
     """
     used = names_in(tests) & set(known)
-    owners = {getattr(node.value, "id", "") for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Attribute)}
-    others = used - set(vars(builtins)) - (owners & {*USUAL_MODULES, *modules})
+    others = used - {*vars(builtins), *modules}
     return others if others or has_imports else used
 
 

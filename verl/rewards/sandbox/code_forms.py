@@ -127,9 +127,8 @@ def read_tests(ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
     """Return tests of any form as {"fn_name", "inputs", "outputs", "checker"} or {"source", "before"}.
 
     "inputs" are texts, or [arguments, keywords] of the function. "checker" is a program that judges an output, "" for
-    none. "source" is what `judge` of assert_program takes,
-    "before" is code that comes before the program. Values that the ground truth lacks, such as the name of the
-    function, are taken from `extra_info`.
+    none. "source" is what `judge` of assert_program takes, "before" is code that comes before the program. Values that
+    the ground truth lacks, such as the name of the function, are taken from `extra_info`.
 
     Raises:
         ValueError: If the tests have none of the forms, or cannot fail.
@@ -269,9 +268,9 @@ def _read_source(tests: Mapping[str, Any], context: Mapping[str, Any]) -> dict[s
     imported, to_collect, checks = _imported_modules(module), _collected(module), _Checks()
     _check_source(module, imported, to_collect)
     source = ast.unparse(ast.fix_missing_locations(checks.visit(module)))
-    to_run = [source, checks.known > 0, sorted(to_collect), sorted(imported & PROGRAM_MODULES)]
-    to_run += [_owners(module), sorted(_bound(module))]
-    return {"source": to_run, "before": before}
+    lists = {"collected": to_collect, "imports": imported & PROGRAM_MODULES, "bound": _bound(module)}
+    lists = {name: sorted(names) for name, names in {**lists, "owners": _owners(module)}.items()}
+    return {"source": [source, checks.known > 0, lists], "before": before}
 
 
 def _check_source(module: ast.Module, imported: set[str], to_collect: set[str]) -> None:
@@ -352,16 +351,11 @@ def _bound(module: ast.Module) -> set[str]:
     return names | {node.name for node in module.body if hasattr(node, "name")}
 
 
-def _owners(module: ast.Module) -> list[list[str]]:
+def _owners(module: ast.Module) -> set[tuple[str, str, str]]:
     """(name, module, attribute) of modules that code uses as `decimal.Decimal` or `np.array`, and does not import."""
-    _, defined = _names(module)
-    uses = [
-        (node.value.id, node.attr)
-        for node in ast.walk(module)
-        if isinstance(getattr(node, "value", None), ast.Name) and isinstance(node, ast.Attribute)
-    ]
-    modules = {name: name for name in sys.stdlib_module_names} | {"np": "numpy", "numpy": "numpy"}
-    return sorted([name, modules[name], attribute] for name, attribute in {*uses} if name in modules.keys() - defined)
+    modules = {**{name: name for name in sys.stdlib_module_names}, "np": "numpy", "numpy": "numpy"}
+    free, nodes = modules.keys() - _names(module)[1], [n for n in ast.walk(module) if isinstance(n, ast.Attribute)]
+    return {(n.value.id, modules[n.value.id], n.attr) for n in nodes if getattr(n.value, "id", "") in free}
 
 
 def _imported_modules(module: ast.AST) -> set[str]:

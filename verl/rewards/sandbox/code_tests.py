@@ -121,21 +121,19 @@ def _with_room_for(output: str, limits: Limits) -> Limits:
 
 
 def _run_source(code: str, tests: Mapping[str, Any], limits: Limits) -> Iterator[bool]:
-    verdict, source = (
-        _verdict(code, tests, limits),
-        tests["source"][0].replace("__check__", "").replace("__count__", ""),
-    )
+    verdict = _verdict(code, tests, limits)
     if verdict.startswith("bad "):
         # A program can let tests find nothing to run. They are at fault if they say the same of one that does nothing.
-        names = set(re.findall(r"(?!\d)\w+", source)) - {*vars(builtins), *keyword.kwlist}
-        bodies = (f"def {name}(*values, **options):\n [v() for v in values if callable(v)]\n" for name in sorted(names))
-        if _verdict("".join(bodies), tests, limits) == verdict:
+        source = tests["source"][0].replace("__check__", "").replace("__count__", "")
+        names = sorted(set(re.findall(r"(?!\d)\w+", source)) - {*vars(builtins), *keyword.kwlist})
+        stubs = (f"def {name}(*values, **options):\n [v() for v in values if callable(v)]\n" for name in names)
+        if _verdict("".join(stubs), tests, limits) == verdict:
             raise ValueError(f"code: the tests cannot be run: {json.loads(verdict[4:])}. Found {source!r:.300}")
     yield verdict == "passed"
 
 
 def _verdict(code: str, tests: Mapping[str, Any], limits: Limits) -> str:
-    """ "passed", "failed", or "bad" and a message about the tests, as JSON."""
+    """What the judge says: passed, failed, or bad and a message about the tests as JSON."""
     token = secrets.token_hex(16)
     stdin = json.dumps([token, *tests["source"], code])
     script = _JUDGE.read_text(encoding="utf-8")
