@@ -67,6 +67,22 @@ MESSAGES = {
     "an empty line": "\n" * 9,
 }
 
+#: Writes modules that pass every test when they are imported, or when a file is read as one.
+PLANT = """
+BODY = '''
+import os, sys
+frame, token = sys._getframe(), ""
+while frame:
+    token = frame.f_locals.get("token", token)
+    frame = frame.f_back
+os.write(1, f"\\\\n{token} passed\\\\n".encode())
+os._exit(0)
+'''
+import os
+for name in ("numpy", "decimal", "helper", "random", "statistics", "solution", "fractions", "pytest", "conftest"):
+    os.makedirs(f"{name}_") if os.path.exists(name) else open(f"{name}.py", "w").write(BODY)
+"""
+
 ATTACKS = {
     **{f"message: {name}": WRITE.format(line=line) + WRONG for name, line in MESSAGES.items()},
     "a module that is run when it is imported": """
@@ -207,6 +223,64 @@ for number in os.listdir('/proc/self/fd'):
     "kills who is above": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)" + WRONG,
     "kills the group": "import os, signal\nos.killpg(0, signal.SIGTERM)" + WRONG,
     "prints": "print('passed')\nprint(2)\nprint(42)" + WRONG,
+    "names of the judge": "__check__ = __count__ = lambda value: True" + WRONG,
+    "a class that any value is of": "class M(type):\n    __instancecheck__ = __eq__ = lambda *a: True\n    __hash__ = None\n"
+    "class double(int, metaclass=M): pass",
+    "a value of another class": "class A:\n    __class__ = int\n    __int__ = __index__ = lambda s: 7\n"
+    "    __eq__ = lambda *a: True\ndef double(x): return A()",
+    "an instance made of anything": YES + "class double:\n    __new__ = lambda *a: Yes()",
+    "a class with every name": "class Solution:\n    __getattr__ = lambda s, n: lambda *a: 0",
+    "a dictionary that lies": "class D(dict):\n    items = keys = lambda s: [(42, 42)]\n    __eq__ = lambda *a: True\n"
+    "def double(x): return D(a=1)",
+    "a float that prints 42": "class F(float):\n    __repr__ = __str__ = lambda s: '42'\ndef double(x): return F(0)",
+    "bytes that decode to 42": "class B(bytes):\n    decode = lambda *a: 42\ndef double(x): return B(b'x')",
+    "an error that says 42": "class E(Exception):\n    __str__ = lambda s: '42'\ndef double(x): raise E",
+    "an error that cannot be shown": "class E(Exception):\n    __str__ = None\ndef double(x): raise E",
+    "an error without a class": "class M(type):\n    __name__ = None\nclass E(Exception, metaclass=M): pass\n"
+    "def double(x): raise E",
+    "a group of errors": "def double(x): raise BaseExceptionGroup('x', [KeyboardInterrupt()])",
+    "an exit as an error of a group": "def double(x): raise BaseExceptionGroup('x', [SystemExit(0)])",
+    "a huge number": "def double(x): return 10 ** 100_000",
+    "infinity": "def double(x): return float('inf')",
+    "a deep list": "def double(x):\n    a = []\n    for _ in range(100_000): a = [a]\n    return a",
+    "a list in itself": "def double(x):\n    a = []\n    a.append(a)\n    return a",
+    "half of a surrogate pair": "def double(x): return '\\ud800'",
+    "a text with a verdict": "def double(x): return '\\nx passed\\n'",
+    "a property": "class A:\n    double = property(lambda s: 42)\ndouble = A()",
+    "a partial function": "import functools, operator\ndouble = functools.partial(operator.mul, 0)",
+    "an argument that is changed": "def double(x):\n    globals()['x'] = 42\n    return x",
+    "a callback of the garbage collector": "import gc, os\ngc.callbacks.append(lambda *a: os._exit(0))\ngc.collect()"
+    + WRONG,
+    "the end of threads": "import os, threading\nthreading._shutdown = lambda: os._exit(0)" + WRONG,
+    "a trace of threads": "import sys, threading\nthreading.settrace(print); sys.setprofile(lambda *a: None)" + WRONG,
+    "another os.write": "import os\nos.write = os.dup2 = os.fdopen = lambda *a, **k: 0" + WRONG,
+    "another reader": "import io\nio.open = io.StringIO = io.BytesIO = None" + WRONG,
+    "another encoder": "import json.encoder as e\ne.c_make_encoder = None\ne.JSONEncoder.encode = lambda *a: '42'\n"
+    "e.JSONEncoder.iterencode = lambda *a, **k: ['42']\ndef double(x): return Ellipsis",
+    "another decoder": "import json\njson.loads = json.load = lambda *a: ['eq', 0, 0]" + WRONG,
+    "another codec": "import codecs\ncodecs.register_error('strict', lambda e: ('42', e.end))\n"
+    "codecs.register_error('replace', lambda e: ('42', e.end))" + WRONG,
+    "another import system": "import sys\nsys.meta_path.clear(); sys.path_hooks.clear(); sys.path[:] = ['.']" + WRONG,
+    "little recursion": "import sys\nsys.setrecursionlimit(60)" + WRONG,
+    "short numbers": "import sys\nsys.set_int_max_str_digits(640)\ndef double(x): return 10 ** 1000",
+    "its input again": "import os\ntry:\n    TEXT = os.pread(0, 1 << 20, 0)\nexcept OSError:\n    TEXT = b''\n"
+    "EXPECTED = b'[2, 42' + b']' in TEXT or b'42) <' in TEXT\ndef double(x): return 2 * x if EXPECTED else 0",
+    "its output again": "import os\ntry:\n    os.dup2(os.open('/proc/self/fd/1', os.O_RDONLY), 0)\nexcept OSError: pass"
+    + WRONG,
+    "the folder above": "import glob\nTEXTS = [open(p, errors='replace').read() for p in glob.glob('../*/*.py') + "
+    "glob.glob('/tmp/*/*.py')]\ndef double(x): return 2 * x if any('candidate(21)' in t for t in TEXTS) else 0",
+    "its environment": "import os, sys\nTEXT = str(dict(os.environ)) + str(sys.argv) + str(sys.orig_argv)\n"
+    "def double(x): return 2 * x if 'candidate(21' + ')' in TEXT else 0",
+    "streams closed by the call": "import os\ndef double(x):\n    os.closerange(0, 99)\n    return 0",
+    "half of a message": WRITE.format(line='["", "value", 4') + "os._exit(0)",
+    "replies for later calls": "def double(x):\n"
+    + "".join(f"    {line}\n" for line in WRITE.format(line='["", "value", true]\n' * 5).splitlines())
+    + "    return 0",
+    "two processes that reply": "import os\ndef double(x):\n    os.fork()\n    return 0",
+    "a signal in each call": "import os, signal\nsignal.signal(signal.SIGALRM, lambda *a: os._exit(0))\n"
+    "signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)" + WRONG,
+    "stops the group": "import os, signal\nos.kill(0, signal.SIGSTOP)" + WRONG,
+    "modules beside those of the tests": PLANT + WRONG,
     "another exec": "import builtins\nbuiltins.exec = lambda *a: None\nbuiltins.compile = lambda *a: ''" + WRONG,
 }
 
@@ -261,6 +335,92 @@ COLLECTED = {
 IMPORTED = {"test": "import solution\ndef test():\n    assert abs(solution.double(1) - 2) < 0.1"}
 STARRED = {"test": "import math\nfrom solution import *\ndef test():\n    assert math.isclose(double(1), 2)"}
 WITHOUT_IMPORT = {"test_list": ["assert math.isclose(double(1), 2)"]}
+
+
+PATHS = "import os, sys\nsys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))\n"
+DOUBLE = "from solution import double\ndef test():\n    assert double(1) == 2"
+STAR_OF = "from solution import *\ndef test():\n    assert double(1) == approx(2) and np.allclose(double(1), 2)"
+APPLY = "def apply(f, x):\n    return f(x)" + WRONG
+SKIP = "import pytest\nimport solution\ndef test():\n    if not hasattr(solution, 'double'): pytest.skip()\n"
+CASES = "import pytest\nfrom solution import CASES, double\n@pytest.mark.parametrize('x', CASES)\ndef test(x):\n"
+
+#: what tests do -> the program, the tests, the score
+BY_TESTS = {
+    "add their folder": (PLANT + WRONG, {"test": PATHS + "import numpy as np\n" + DOUBLE}, 0.0),
+    "add the current folder": (
+        PLANT + WRONG,
+        {"test": "import sys\nsys.path[:0] = ['.', '']\nimport decimal\n" + DOUBLE},
+        0.0,
+    ),
+    "add a folder": (
+        "import os\nos.mkdir('lib'); os.chdir('lib')" + PLANT + "os.chdir('..')" + WRONG,
+        {"test": PATHS.replace("__file__)", "__file__) + '/lib'") + "import statistics\n" + DOUBLE},
+        0.0,
+    ),
+    "import all names": (
+        "class np:\n    allclose = staticmethod(lambda *a: True)\ndef approx(x): return 0" + WRONG,
+        {"test": "import numpy as np\nfrom pytest import approx\n" + STAR_OF},
+        0.0,
+    ),
+    "import all names of a right program": (
+        "def double(x): return 2 * x",
+        {"test": "import numpy as np\nfrom pytest import approx\n" + STAR_OF},
+        1.0,
+    ),
+    "define what they import too": (
+        "def approx(x): return 0" + WRONG,
+        {"test": "def approx(x): return x\n" + STAR_OF.replace(" and np.allclose(double(1), 2)", "")},
+        0.0,
+    ),
+    "import marks": ("pytestmark = 5\nsetup_module = 3" + WRONG, {"test": STARRED["test"]}, 0.0),
+    "use a module of the program": (
+        "class np:\n    allclose = staticmethod(lambda *a: True)" + WRONG,
+        {"test_list": ["assert np.allclose(double(1), 2)"]},
+        0.0,
+    ),
+    "use a module of a right program": (
+        "import numpy as np\ndef double(x): return 2 * x",
+        {"test_list": ["assert np.allclose(double(1), 2)"]},
+        1.0,
+    ),
+    "use a module of Python": (
+        "class decimal:\n    Decimal = staticmethod(lambda *a: 2)" + WRONG,
+        {"test_list": ["assert decimal.Decimal(double(1)) == 2"]},
+        0.0,
+    ),
+    "use an object with the name of a module": (
+        "class Q(list):\n    push = list.append\n    size = list.__len__\nqueue = Q()",
+        {"test_list": ["queue.push(1)", "assert queue.size() == 1"]},
+        1.0,
+    ),
+    "read a link": (
+        "import os\nos.symlink('/proc/self/fd/0', 'x')\ndef seen(text): return 'assert' in text",
+        {"test_list": ["assert seen(open('x').read())"]},
+        0.0,
+    ),
+    "give a class": (APPLY, {"test_list": ["assert apply(iter, [1]) == 2", "assert double(1) == 2"]}, 0.0),
+    "give a function": (APPLY, {"test_list": ["assert apply(lambda x: map(str, x), [1]) == 2"]}, 0.0),
+    "skip": ("x = print(1)", {"test": SKIP + "    assert solution.double(1) == 2"}, 0.0),
+    "have the cases of the program": ("CASES = []" + WRONG, {"test": CASES + "    assert double(x) == 2 * x"}, 0.0),
+    "have no cases": ("CASES = 5" + WRONG, {"test": CASES + "    assert double(x) == 2 * x"}, 0.0),
+    "expect an error": (
+        "def f(data): return data.decode()",
+        {
+            "test": "import pytest\nfrom solution import f\ndef test():\n"
+            "    with pytest.raises(UnicodeDecodeError, match='invalid'): f(b'\\xff')"
+        },
+        1.0,
+    ),
+}
+
+
+@each_mode
+@pytest.mark.parametrize("name", BY_TESTS)
+@pytest.mark.slow
+def test_no_attack_uses_what_the_tests_do(name, mode, monkeypatch):
+    use(monkeypatch, MODES[mode])
+    code, tests, expected = BY_TESTS[name]
+    assert code_reward("apps", response(code), tests, timeout=5.0)["score"] == expected
 
 
 slow = [pytest.param(name, marks=pytest.mark.slow) for name in ("another math", "another unittest", "skipped")]
