@@ -315,3 +315,14 @@ def test_what_takes_too_much_is_ended(name, mode, sessions, tmp_path, monkeypatc
     assert time.monotonic() - begun < seconds + 60  # a busy disk removes a folder in milliseconds
     assert len(sessions) == 1 and not processes_in(sessions)
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("free", "ended"), [((9 << 30, 0), True), ((1 << 29, 1 << 29), False), ((9 << 30, 1 << 30), False)]
+)
+def test_a_disk_is_not_filled(free, ended, monkeypatch):
+    """By files that are not measured. One that was full before is not the fault of the program."""
+    states = iter([(free[0], 1 << 30)])
+    monkeypatch.setattr(program, "_free_space", lambda folder: next(states, (free[1], 1 << 30)))
+    finished = run_program("import time\ntime.sleep(0.4)", limits=Limits(15.0, MEMORY), mode=MODES["landlock"])
+    assert finished.failure == ("ran while the disk of its files had less than 1024 MiB of space" if ended else None)
