@@ -185,7 +185,7 @@ EXHAUST = {
         OPEN_FILES,
     ),
     "shared memory that is unmapped": (
-        MAPPINGS + "while True:\n    a = libc.mmap(None, 1 << 26, 3, 0x21, -1, 0)\n    a == FAILED and fail()\n"
+        MAPPINGS + "while True:\n    a = libc.mmap(0, 1 << 26, 3, 0x21, -1, 0)\n    a == FAILED and fail()\n"
         "    ctypes.memset(a, 1, 1 << 26); libc.munmap(a + 4096, (1 << 26) - 4096)",
         "not permitted",
     ),
@@ -195,11 +195,11 @@ EXHAUST = {
         "    a == FAILED and fail()\n    ctypes.string_at(a, 1)\nimport time; time.sleep(60)",
         TOGETHER,
     ),
-    "mappings": (MAPPINGS + "while True: libc.mmap(None, 4096, 1, 0x22, -1, 0)", LATE, TOGETHER),
+    "mappings": (MAPPINGS + "while True: libc.mmap(0, 4096, 1, 0x22, -1, 0)", LATE, TOGETHER),
     "removed files that are mapped": (
         MAPPINGS + "for i in range(300):\n    f = os.open('x', os.O_RDWR | os.O_CREAT)\n"
-        "    os.write(f, bytes((1 << 20) - 1)); libc.mmap(None, 4096, 1, 1, f, 0); os.close(f); os.remove('x')",
-        *("No space left", ""),
+        "    os.write(f, bytes((1 << 20) - 1)); libc.mmap(0, 4096, 1, 1, f, 0); os.close(f); os.remove('x')",
+        *("No space left", "None"),
     ),
     "folders that are renamed": (
         "import os\nos.mkdir('a')\nif os.fork() == 0:\n    while True: os.rename('a', 'b'); os.rename('b', 'a')\n"
@@ -258,7 +258,7 @@ EXHAUST = {
     "hashes that collide": ("x = {i * (2**61 - 1): 0 for i in range(10**5)}", LATE, "of processor time"),
     "recursion": (
         "import sys\nsys.setrecursionlimit(10**9)\ndef f(): return f()\nf()",
-        *(NO_MEMORY, "SIGSEGV", TOGETHER),
+        *(LATE, NO_MEMORY, "SIGSEGV", TOGETHER),
     ),
     "recursion of the interpreter": (
         "import sys\nsys.setrecursionlimit(10**9)\nx = ()\nfor _ in range(10**6): x = (x,)\nhash(x)",

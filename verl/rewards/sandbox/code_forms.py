@@ -99,10 +99,8 @@ def with_imports(code: str) -> str:
 
 
 def _parse(code: str) -> ast.Module | None:
-    if _LONG_NAME.search(code):
-        return None
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        return ast.parse(code, "a program of a response")
+        return None if _LONG_NAME.search(code) else ast.parse(code, "a program of a response")
     return None
 
 
