@@ -45,11 +45,8 @@ EXHAUST = {
     "anonymous mapping": ("import mmap\nm = mmap.mmap(-1, 1 << 30)", "not permitted"),
     "private mapping": ("import mmap\nm = mmap.mmap(-1, 1 << 30, mmap.MAP_PRIVATE)", "Cannot allocate memory"),
     "children": (CHILDREN.format(act="b = b'x' * (60 << 20)"), TOGETHER),
-    "shared mappings of children": (
-        CHILDREN.format(
-            act="import mmap; f = open(str(os.getpid()), 'w+b'); f.truncate(1 << 20); "
-            "m = [mmap.mmap(f.fileno(), 1 << 20) for _ in range(60)]; [n.write(bytes(1 << 20)) for n in m]"
-        ),
+    "mappings of children": (
+        CHILDREN.format(act="import mmap; m = mmap.mmap(-1, 60 << 20, flags=0x22); m.write(bytes(60 << 20))"),
         TOGETHER,
     ),
     "grandchildren whose parents have exited": (
