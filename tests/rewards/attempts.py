@@ -32,6 +32,19 @@ NETWORK = {
     "name resolution": "socket.getaddrinfo('example.com', 80)",
     "io_uring": "call('io_uring_setup', 8, bytearray(256))",
     "socket by number": "call('socket', 2, 2, 0)",
+    "multipath tcp": "socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262)",
+    "sctp": "socket.socket(socket.AF_INET, socket.SOCK_SEQPACKET, 132)",
+    **{f"family {n}": f"socket.socket({n}, socket.SOCK_DGRAM)" for n in (21, 27, 29, 39, 42, 43)},
+    "listen": "call('listen', 0, 1)",
+    "accept": "call('accept4', 0, 0, 0, 0)",
+    "many messages": "call('sendmmsg', 1, bytearray(64), 1, 0)",
+    **{
+        f"{name} of the host": f"assert len(open('/proc/{folder}/net/{name}').read().splitlines()) > 1"
+        for name in ("tcp", "unix", "udp", "route")
+        for folder in ("self",)
+    },
+    "connections by a thread": "assert len(open(f'/proc/self/task/{os.getpid()}/net/unix').readlines()) > 1",
+    "connections of the trainer": "open(f'/proc/{TRAINER}/net/tcp').read()",
 }
 PROCESSES = {
     "signal 0": "os.kill(VICTIM, 0)",
@@ -87,6 +100,28 @@ PROCESSES = {
     "not dumpable": "prctl(4, 0)",
     "tracer": "prctl(0x59616d61, VICTIM)",
     "map of the memory": "prctl(35, 1, 0)",
+    "its memory by its file": "open('/proc/self/mem', 'r+b')",
+    "thread with files of its own": "call('clone', 0x10B00, 0, 0, 0, 0)",
+    "files of its own": "call('close_range', 1 << 20, (1 << 32) - 1, 2)",
+    "processor time of the trainer": "time.clock_gettime((~TRAINER << 3) | 2)",
+    "timer on a clock of the trainer": "call('timer_create', (~TRAINER << 3) | 2, 0, bytearray(8))",
+    "owner for SIGIO": "fcntl.fcntl(0, 15, bytes(8))",
+    "changes of a folder": "fcntl.fcntl(os.open('.', os.O_RDONLY), fcntl.F_NOTIFY, 2)",
+    "seals": "fcntl.fcntl(0, 1033, 1)",
+    "terminal input": "fcntl.ioctl(0, 0x5412, b'x')",
+    "a terminal": "fcntl.ioctl(0, 0x540E, 0)",
+    "console": "fcntl.ioctl(0, 0x541C, b'x')",
+    "core dumps": "resource.setrlimit(resource.RLIMIT_CORE, (1 << 20, 1 << 20))",
+    "more open files": "resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))",
+    "more processes": "resource.setrlimit(resource.RLIMIT_NPROC, (-1, -1))",
+    "name of the trainer": "write(f'/proc/{TRAINER}/comm', b'x')",
+    "environment of process 1": "assert b'SECRET' in open('/proc/1/environ', 'rb').read()",
+    "memory of process 1": "open('/proc/1/mem', 'r+b')",
+    "files by process 1": "os.listdir('/proc/1/root' + FOLDER)",
+    **{
+        f"write to {name} of oneself": f"write('/proc/self/{name}', b'1')"
+        for name in ("clear_refs", "coredump_filter", "timerslack_ns", "loginuid", "uid_map", "setgroups", "autogroup")
+    },
     "secure bits": "prctl(28, 0)",
     "ambient capabilities": "prctl(47, 2, 21)",
 }
@@ -125,6 +160,22 @@ FILES = {
     "attribute of the interpreter": "os.setxattr(PYTHON, 'user.x', b'x')",
     "attribute removed": "os.removexattr(FILE, 'user.kept')",
     "flags": "fcntl.ioctl(os.open(PYTHON, os.O_RDONLY), 0x40086602, bytearray(8))",
+    "attributes read": "os.listxattr(FILE)",
+    "attributes of the interpreter read": "os.listxattr(PYTHON)",
+    "by the root of the process": "open('/proc/self/root' + FILE).read()",
+    "by a folder": "os.open('file', os.O_RDONLY, dir_fd=os.open(FOLDER, os.O_PATH))",
+    "by the path of a descriptor": "os.open(f'/proc/self/fd/{os.open(FILE, os.O_PATH)}', os.O_RDONLY)",
+    "execute": "os.execv(FILE, ['x'])",
+    "link by a descriptor": "os.link(f'/proc/self/fd/{os.open(FILE, os.O_PATH)}', 'link3', follow_symlinks=True)",
+    "copy": "call('copy_file_range', os.open(FILE, os.O_RDONLY), 0, 1, 0, 6, 0)",
+    "entropy": "fcntl.ioctl(os.open('/dev/urandom', os.O_RDONLY), 0x40085203, bytearray(16))",
+    **{
+        f"write to /proc/{name}": f"os.open('/proc/{name}', os.O_WRONLY)"
+        for name in (
+            *("sys/vm/drop_caches", "sys/vm/overcommit_memory", "sys/kernel/hostname", "sys/fs/mqueue/msg_max"),
+            *("pressure/memory", "irq/default_smp_affinity", "sys/kernel/randomize_va_space", "sys/net/core/somaxconn"),
+        )
+    },
     "write to the interpreter": "open(PYTHON, 'r+b')",
     "write to packages": "import numpy; open(numpy.__file__, 'a')",
     "create in packages": "import numpy; open(os.path.dirname(numpy.__file__) + '/new.py', 'w')",
@@ -218,6 +269,47 @@ KERNEL = {
     "another user": "os.setresuid(1, 1, 1)",
     "groups": "os.setgroups([0])",
     "capabilities": "call('capset', bytearray(8), bytearray(24))",
+    **{
+        name: f"call('{name}', 0, 0, 0, 0, 0)"
+        for name in (
+            *("statmount", "listmount", "cachestat", "lsm_set_self_attr", "landlock_create_ruleset", "mbind"),
+            *(
+                "set_mempolicy",
+                "remap_file_pages",
+                "swapon",
+                "finit_module",
+                "delete_module",
+                "kexec_file_load",
+                "ioperm",
+            ),
+            *(
+                "settimeofday",
+                "adjtimex",
+                "setdomainname",
+                "vhangup",
+                "fanotify_mark",
+                "quotactl_fd",
+                "fspick",
+                "fsmount",
+            ),
+            *(
+                "mlock2",
+                "shmat",
+                "mq_unlink",
+                "process_vm_readv",
+                "readahead",
+                "sync_file_range",
+                "setfsuid",
+                "setregid",
+            ),
+        )
+    },
+    "shared memory without a file": "mmap.mmap(-1, 4096)",
+    "the same with checked flags": "call('mmap', 0, 4096, 3, 0x23, -1, 0)",
+    "shared memory of a device": "mmap.mmap(os.open('/dev/zero', os.O_RDWR), 4096)",
+    "calls of another architecture": "page = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 7); "
+    "page.write(bytes.fromhex('b814000000cd80c3')); "
+    "ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()",
     "the x32 variant": "call(0x40000000 + 41, 2, 2, 0)",
 }
 ATTEMPTS = {

@@ -11,204 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.rewards.code_attacks import ATTACKS, PLANT, WRONG
 from tests.rewards.modes import MODES, each_mode, needs_bubblewrap, use
 from verl.rewards.sandbox.code_tests import code_reward
 
 ASSERTS = {"test_list": ["assert double(1) == 2", "assert double(21) == 42"]}
 CALLS = {"fn_name": "double", "inputs": [[1], [21]], "outputs": [2, 42]}
 CHECK = {"test": "def check(candidate):\n    assert abs(candidate(21) - 42) < 0.5", "entry_point": "double"}
-WRONG = "\ndef double(x):\n    return 0\n"
-
-# A value that compares equal to everything.
-YES = """
-class Yes:
-    def __eq__(self, other): return True
-    __lt__ = __le__ = __ge__ = __ne__ = __eq__
-    def __hash__(self): return 42
-    def __bool__(self): return True
-    def __sub__(self, other): return 0
-    def __repr__(self): return "42"
-"""
-
-#: Writes a line to every descriptor, as a response to the judge.
-WRITE = """
-import os
-for number in os.listdir('/proc/self/fd'):
-    try:
-        os.write(int(number), {line!r}.encode())
-    except OSError:
-        pass
-"""
-NAMES = '["", "value", ["list", ["double"]]]\n'
-
-#: What the program writes to the judge in place of the results of its calls.
-MESSAGES = {
-    "a judge's verdict": "\nx passed\n",
-    "true for everything": NAMES + '["", "value", true]\n' * 9,
-    "not a number": NAMES + '["", "value", NaN]\n' * 9,
-    "infinity": NAMES + '["", "value", Infinity]\n' * 9,
-    "a JSON object": NAMES + '["", "value", {"__eq__": true}]\n' * 9,
-    "an unknown type": NAMES + '["", "value", ["eval", "2"]]\n' * 9,
-    "an exit": NAMES + '["", "raised", ["SystemExit"], "0"]\n' * 9,
-    "an exit without bases": '["", "raised", ["SystemExit"], "0"]\n' * 9,
-    "an exception of the judge": '["", "raised", ["BadTests", "Exception"], ""]\n' * 9,
-    "a skipped test": '["", "raised", ["SkipTest", "Exception"], ""]\n' * 9,
-    "no exception": '["", "raised", [], ""]\n' * 9,
-    "a keyboard interrupt": '["", "raised", ["KeyboardInterrupt"], ""]\n' * 9,
-    "a call of a function of the judge": '["", "callback", -1, ["tuple", []], ["dict", []]]\n' * 9,
-    "a call of the last function": '["", "callback", 99, ["tuple", []], ["dict", []]]\n' * 9,
-    "names of the judge": '["", "value", ["list", ["__check__", "__count__", "judge", "Checks", "double"]]]\n' * 9,
-    "names that are no text": '["", "value", ["list", [1, null, ["list", []]]]]\n' * 9,
-    "a printed verdict": '["\\nx passed\\n", "value", ["list", []]]\n' * 9,
-    "deep nesting": "[" * 100_000 + "\n",
-    "a long line": "[" + "0," * (1 << 18),
-    "no JSON": "passed\n" * 9,
-    "no text": "\x00\xff\n" * 9,
-    "an empty line": "\n" * 9,
-}
-
-ATTACKS = {
-    **{f"message: {name}": WRITE.format(line=line) + WRONG for name, line in MESSAGES.items()},
-    "a module that is run when it is imported": """
-import types
-open("test_x.py", "w").write("import os\\nos._exit(0)\\n")
-double = types.ModuleType("unittest.__main__")
-""",
-    "the same as an import": "open('test_x.py', 'w').write('import os; os._exit(0)')\n"
-    "import unittest.__main__ as double",
-    "a function that is a module": "import this as double",
-    "settings of pytest": """
-import pathlib
-for name in ('conftest.py', 'test_x.py', 'pytest.py', 'unittest.py', 'ast.py', 'decimal.py', 'usercustomize.py'):
-    pathlib.Path(name).write_text('import os\\nos.write(1, b"passed")\\nos._exit(0)')
-for name in ('pytest.ini', 'tox.ini', 'setup.cfg', '.coveragerc', 'x.pth', 'pyvenv.cfg'):
-    pathlib.Path(name).write_text('[pytest]\\naddopts = --collect-only\\nimport os; os._exit(0)')
-"""
-    + WRONG,
-    "links in the shared folder": """
-import os
-for name in ('tests.py', 'program.py', 'out', 'json.py'):
-    for target in ('/proc/self/fd/1', '/proc/1/fd/1', '/dev/shm/x'):
-        try:
-            os.symlink(target, name)
-        except OSError:
-            pass
-"""
-    + WRONG,
-    "folders with names of modules": "import os\nfor n in ('json', 'math', 'pytest', 'numpy'): os.mkdir(n)" + WRONG,
-    "another import": "import builtins\nbuiltins.__import__ = lambda *a, **k: None" + WRONG,
-    "another print": "import builtins\nbuiltins.print = builtins.isinstance = lambda *a, **k: True" + WRONG,
-    "other modules": "import sys\nfor n in list(sys.modules): sys.modules[n] = type('M', (), {'__eq__': all})()"
-    + WRONG,
-    "another json": 'import json\njson.dumps = lambda *a, **k: \'["", "value", 2]\'' + WRONG,
-    "another unittest": "import unittest\nunittest.TestCase.assertEqual = lambda *a, **k: None" + WRONG,
-    "another math": "class math:\n    isclose = staticmethod(lambda *a, **k: True)\nmath.fabs = lambda x: 0" + WRONG,
-    "another operator": "import operator\noperator.eq = lambda a, b: True" + WRONG,
-    "another standard output": "import sys\nsys.stdout = sys.stderr = sys.__stdout__ = open('out', 'w')" + WRONG,
-    "a name of the tests": "check = candidate = tests = lambda *a, **k: True" + WRONG,
-    "a trace function": "import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)" + WRONG,
-    "an audit hook": "import sys, os\nsys.addaudithook(lambda *a: None)" + WRONG,
-    "an exception hook": "import sys, os\nsys.excepthook = lambda *a: os._exit(0)\nraise ValueError",
-    "a finalizer": "import os, weakref\nclass A: pass\nweakref.finalize(A(), os._exit, 0)" + WRONG,
-    "a thread that exits": "import os, threading\nthreading.Timer(0.05, os._exit, [0]).start()" + WRONG,
-    "a fork that responds": "import os\nif os.fork() == 0: os.setpgid(0, 0)" + WRONG,
-    "another program": "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'print(2)'])",
-    "a signal to itself": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
-    "an alarm": "import signal, os\nsignal.signal(signal.SIGALRM, lambda *a: os._exit(0))\nsignal.alarm(1)" + WRONG,
-    "an unreadable result": "class A:\n    def __reduce__(self): return exec, ('1',)\ndef double(x): return A()",
-    "a class of numpy": "class A:\n    def tolist(self): return self\n    __eq__ = lambda *a: True\n"
-    "A.__module__ = 'numpy'\ndef double(x): return A()",
-    "a number that is a text": "class T(str):\n    __eq__ = lambda *a: True\n    __hash__ = str.__hash__\n"
-    "def double(x): return T('42')",
-    "not a number": "def double(x): return float('nan')",
-    "a decimal": "import decimal\ndef double(x): return decimal.Decimal('NaN')",
-    "an exception as a result": "def double(x): return AssertionError",
-    "a generator": "def double(x):\n    while True: yield 42",
-    "a coroutine": "async def double(x): return 2 * x",
-    "skipped": "import unittest\ndef double(x): raise unittest.SkipTest",
-    "skipped by pytest": "import pytest\ndef double(x): pytest.skip()",
-    "an exit of pytest": "import pytest\ndef double(x): pytest.exit('', returncode=0)",
-    "an exit by an exception": "def double(x): raise GeneratorExit",
-    "a keyboard interrupt": "def double(x): raise KeyboardInterrupt",
-    "no memory": "def double(x): raise MemoryError",
-    "recursion": "def double(x): return double(x)",
-    "an equal of everything": YES + "def double(x):\n    return Yes()",
-    "a number that equals everything": YES
-    + "class Number(Yes, int):\n    __hash__ = Yes.__hash__\ndef double(x):\n    return Number()",
-    "a list of such": YES + "def double(x):\n    return [Yes()]",
-    "another abs": "def abs(x):\n    return 0" + WRONG,
-    "another AssertionError": "import builtins\nbuiltins.AssertionError = Warning\nAssertionError = Warning" + WRONG,
-    "other builtins": "__builtins__ = {'abs': lambda x: 0, 'AssertionError': Warning}" + WRONG,
-    "frames": """
-import sys
-frame, known = sys._getframe(), []
-while frame:
-    known += [str(frame.f_locals), str(frame.f_globals)]
-    frame = frame.f_back
-EXPECTED = any('== 42' in text or '< 0.5' in text for text in known)
-def double(x):
-    return 2 * x if EXPECTED else 0
-""",
-    "garbage collector": """
-import gc
-EXPECTED = any('== 42' in o or '< 0.5' in o for o in gc.get_objects() if isinstance(o, str))
-EXPECTED |= any('== 42' in str(o) for o in gc.get_objects() if isinstance(o, dict))
-def double(x):
-    return 2 * x if EXPECTED else 0
-""",
-    "runner's names": """
-import sys
-for module in list(sys.modules.values()):
-    for name in ('judge', 'serve', 'pack', 'unpack', 'raise_again', 'respond', 'OPERATIONS'):
-        if name in vars(module):
-            vars(module)[name] = (lambda *a, **k: True) if name != 'OPERATIONS' else {}
-"""
-    + WRONG,
-    "files": """
-import pathlib
-TEXTS = [p.read_text() for p in pathlib.Path().iterdir() if p.is_file() and p.name != 'solution.py']
-EXPECTED = any('double(21) == 42' in t or 'candidate(21)' in t for t in TEXTS)
-def double(x):
-    return 2 * x if EXPECTED else 0
-""",
-    "planted files": """
-import pathlib
-for name in ('passed', 'results', 'verdict', 'stdout', 'tests.py', 'program.py'):
-    pathlib.Path(name).write_text('pass' if name.endswith('.py') else 'true\\ntrue\\n')
-for name in ('json', 'decimal', 'math', 'operator', 'traceback', 'linecache', 'sitecustomize', 'random'):
-    pathlib.Path(name + '.py').write_text('import os\\nos._exit(0)')
-raise SystemExit
-""",
-    "descriptors": """
-import json, os
-for number in range(256):
-    for line in (b'["value", 2]', b'["value", true]', b'passed', b'2'):
-        try:
-            os.write(number, line + b'\\n')
-        except OSError:
-            pass
-"""
-    + WRONG,
-    "answers before they are asked for": """
-import os
-names = '["value", ["dict", [["modules", ["dict", []]], ["others", ["dict", [["double", ["object", 0]]]]]]]]'
-for number in os.listdir('/proc/self/fd'):
-    try:
-        os.write(int(number), (names + '\\n' + '["value", 0]\\n' * 9).encode())
-    except OSError:
-        pass
-""",
-    "closed descriptors": "import os\nos.closerange(0, 256)" + WRONG,
-    "atexit": "import atexit, os\natexit.register(os._exit, 0)" + WRONG,
-    "exit": "import os\nos._exit(0)",
-    "exit when called": "import os\ndef double(x):\n    os._exit(0)",
-    "SystemExit when called": "def double(x):\n    raise SystemExit(0)",
-    "stops who is above": "import os, signal\nos.kill(os.getppid(), signal.SIGTERM)" + WRONG,
-    "kills who is above": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)" + WRONG,
-    "kills the group": "import os, signal\nos.killpg(0, signal.SIGTERM)" + WRONG,
-    "prints": "print('passed')\nprint(2)\nprint(42)" + WRONG,
-    "another exec": "import builtins\nbuiltins.exec = lambda *a: None\nbuiltins.compile = lambda *a: ''" + WRONG,
-}
 
 # Memory and descriptors of the judge and of the parents (Linux), which would reveal the expected values.
 SPY = """
@@ -261,6 +70,92 @@ COLLECTED = {
 IMPORTED = {"test": "import solution\ndef test():\n    assert abs(solution.double(1) - 2) < 0.1"}
 STARRED = {"test": "import math\nfrom solution import *\ndef test():\n    assert math.isclose(double(1), 2)"}
 WITHOUT_IMPORT = {"test_list": ["assert math.isclose(double(1), 2)"]}
+
+
+PATHS = "import os, sys\nsys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))\n"
+DOUBLE = "from solution import double\ndef test():\n    assert double(1) == 2"
+STAR_OF = "from solution import *\ndef test():\n    assert double(1) == approx(2) and np.allclose(double(1), 2)"
+APPLY = "def apply(f, x):\n    return f(x)" + WRONG
+SKIP = "import pytest\nimport solution\ndef test():\n    if not hasattr(solution, 'double'): pytest.skip()\n"
+CASES = "import pytest\nfrom solution import CASES, double\n@pytest.mark.parametrize('x', CASES)\ndef test(x):\n"
+
+#: what tests do -> the program, the tests, the score
+BY_TESTS = {
+    "add their folder": (PLANT + WRONG, {"test": PATHS + "import numpy as np\n" + DOUBLE}, 0.0),
+    "add the current folder": (
+        PLANT + WRONG,
+        {"test": "import sys\nsys.path[:0] = ['.', '']\nimport decimal\n" + DOUBLE},
+        0.0,
+    ),
+    "add a folder": (
+        "import os\nos.mkdir('lib'); os.chdir('lib')" + PLANT + "os.chdir('..')" + WRONG,
+        {"test": PATHS.replace("__file__)", "__file__) + '/lib'") + "import statistics\n" + DOUBLE},
+        0.0,
+    ),
+    "import all names": (
+        "class np:\n    allclose = staticmethod(lambda *a: True)\ndef approx(x): return 0" + WRONG,
+        {"test": "import numpy as np\nfrom pytest import approx\n" + STAR_OF},
+        0.0,
+    ),
+    "import all names of a right program": (
+        "def double(x): return 2 * x",
+        {"test": "import numpy as np\nfrom pytest import approx\n" + STAR_OF},
+        1.0,
+    ),
+    "define what they import too": (
+        "def approx(x): return 0" + WRONG,
+        {"test": "def approx(x): return x\n" + STAR_OF.replace(" and np.allclose(double(1), 2)", "")},
+        0.0,
+    ),
+    "import marks": ("pytestmark = 5\nsetup_module = 3" + WRONG, {"test": STARRED["test"]}, 0.0),
+    "use a module of the program": (
+        "class np:\n    allclose = staticmethod(lambda *a: True)" + WRONG,
+        {"test_list": ["assert np.allclose(double(1), 2)"]},
+        0.0,
+    ),
+    "use a module of a right program": (
+        "import numpy as np\ndef double(x): return 2 * x",
+        {"test_list": ["assert np.allclose(double(1), 2)"]},
+        1.0,
+    ),
+    "use a module of Python": (
+        "class decimal:\n    Decimal = staticmethod(lambda *a: 2)" + WRONG,
+        {"test_list": ["assert decimal.Decimal(double(1)) == 2"]},
+        0.0,
+    ),
+    "use an object with the name of a module": (
+        "class Q:\n    items = []\n    push = items.append\n    size = items.__len__\nqueue = Q()",
+        {"test_list": ["queue.push(1)", "assert queue.size() == 1"]},
+        1.0,
+    ),
+    "read a link": (
+        "import os\nos.symlink('/proc/self/fd/0', 'x')\ndef seen(text): return 'assert' in text",
+        {"test_list": ["assert seen(open('x').read())"]},
+        0.0,
+    ),
+    "give a class": (APPLY, {"test_list": ["assert apply(iter, [1]) == 2", "assert double(1) == 2"]}, 0.0),
+    "give a function": (APPLY, {"test_list": ["assert apply(lambda x: map(str, x), [1]) == 2"]}, 0.0),
+    "skip": ("x = print(1)", {"test": SKIP + "    assert solution.double(1) == 2"}, 0.0),
+    "have the cases of the program": ("CASES = []" + WRONG, {"test": CASES + "    assert double(x) == 2 * x"}, 0.0),
+    "have no cases": ("CASES = 5" + WRONG, {"test": CASES + "    assert double(x) == 2 * x"}, 0.0),
+    "expect an error": (
+        "def f(data): return data.decode()",
+        {
+            "test": "import pytest\nfrom solution import f\ndef test():\n"
+            "    with pytest.raises(UnicodeDecodeError, match='invalid'): f(b'\\xff')"
+        },
+        1.0,
+    ),
+}
+
+
+@each_mode
+@pytest.mark.parametrize("name", BY_TESTS)
+@pytest.mark.slow
+def test_no_attack_uses_what_the_tests_do(name, mode, monkeypatch):
+    use(monkeypatch, MODES[mode])
+    code, tests, expected = BY_TESTS[name]
+    assert code_reward("apps", response(code), tests, timeout=5.0)["score"] == expected
 
 
 slow = [pytest.param(name, marks=pytest.mark.slow) for name in ("another math", "another unittest", "skipped")]

@@ -472,3 +472,15 @@ def test_a_checker_that_fails_on_the_expected_output_is_a_bad_row():
         "import sys\nopen('correct_output.txt', 'w').write('9')\nopen('checker.py', 'w').write('print(1)')\nprint(0)"
     )
     assert score(cheats, tests) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["~~~a" * 25_000, "~~~ " * 25_000, "```python\nimport a" + ".a" * 50_000 + "\n```"],
+    ids=["fences", "~", "names"],
+)
+def test_a_response_does_not_stop_the_run_before_its_program_is_run(text):
+    """Each took 7 s and more of the trainer, and the last one 2.7 GiB."""
+    begun = time.process_time()
+    with_imports(extract_code(text))
+    assert time.process_time() - begun < 2

@@ -18,6 +18,22 @@ CHILDREN = (
     "import os, time\nfor _ in range(8):\n    if os.fork() == 0:\n        {act}\n        time.sleep(60)\ntime.sleep(60)"
 )
 FILL = "for i in range(10_000):\n    with open(f'{folder}/{{i}}', 'wb', 0) as f: f.write(bytes(1 << 20))"
+#: runs in a thread, after the first one of its process has ended
+HOLD = (
+    'HOLD = """import ctypes, threading\ndef hold():\n    time.sleep(0.3); {act}; time.sleep(60)\n'
+    'threading.Thread(target=hold).start(); ctypes.CDLL(None).syscall(60, 0)"""\n'
+)
+MAPPINGS = (
+    "import ctypes, os\nlibc, size = ctypes.CDLL(None, use_errno=True), ctypes.c_size_t\n"
+    "libc.mmap.restype = ctypes.c_void_p\nlibc.munmap.argtypes = [size, size]\n"
+    "libc.mmap.argtypes = [size, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]\nFAILED = 2**64 - 1\n"
+    "def fail(): raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))\n"
+)
+HIDDEN = (
+    "names, i = ['a', 'b'], 0\nwhile i < 400:\n    try: f = os.open(f'{names[0]}/{i}', os.O_RDWR | os.O_CREAT)\n"
+    "    except OSError as error:\n        if error.errno == 28: raise\n        names.reverse(); continue\n"
+    "    os.write(f, bytes((1 << 20) - 1)); os.close(f); i += 1\nimport time; time.sleep(9)"
+)
 TOGETHER, TASKS = "used more than 200 MiB together", "had more than 256 processes and threads"
 OPEN_FILES, LATE = "had more than 1024 open files and pipes", "did not end within 1 s"
 NO_MEMORY, NO_FILES = "MemoryError", "made more than 4096 files"
@@ -26,11 +42,11 @@ NO_MEMORY, NO_FILES = "MemoryError", "made more than 4096 files"
 EXHAUST = {
     "heap": ("b = bytearray(1 << 30)", NO_MEMORY),
     "heap in small blocks": ("b = []\nwhile True: b.append(bytes(1 << 10))", NO_MEMORY, TOGETHER),
-    "anonymous mapping": ("import mmap\nm = mmap.mmap(-1, 1 << 30)", "Cannot allocate memory"),
+    "anonymous mapping": ("import mmap\nm = mmap.mmap(-1, 1 << 30)", "not permitted"),
     "private mapping": ("import mmap\nm = mmap.mmap(-1, 1 << 30, mmap.MAP_PRIVATE)", "Cannot allocate memory"),
     "children": (CHILDREN.format(act="b = b'x' * (60 << 20)"), TOGETHER),
-    "shared mappings of children": (
-        CHILDREN.format(act="import mmap; m = mmap.mmap(-1, 60 << 20); m.write(bytes(60 << 20))"),
+    "mappings of children": (
+        CHILDREN.format(act="import mmap; m = mmap.mmap(-1, 60 << 20, flags=0x22); m.write(bytes(60 << 20))"),
         TOGETHER,
     ),
     "grandchildren whose parents have exited": (
@@ -83,7 +99,7 @@ EXHAUST = {
     ),
     "disk": (FILL.format(folder="."), "No space left", "wrote more than 100 MiB to files"),
     "shared memory": (FILL.format(folder="/dev/shm"), "No space left", "Permission denied"),
-    "/tmp": (FILL.format(folder="/tmp"), "No space left", "Permission denied"),
+    "/tmp": (FILL.format(folder="/tmp"), "No space left", "Permission denied", "Read-only file system"),
     "one file": ("f = open('x', 'wb', 0)\nwhile True: f.write(bytes(1 << 20))", "No space left", "File too large"),
     "deleted files": (
         "import os\nkeep = []\nfor i in range(250):\n    f = open('x', 'wb', 0); os.remove('x'); keep.append(f)\n"
@@ -127,7 +143,7 @@ EXHAUST = {
         "    except OSError: pass\ntime.sleep(60)",
         LATE,
     ),
-    "waits for input": ("import sys\nsys.stdin.read(); open('/dev/zero').read(1 << 29)", LATE, NO_MEMORY),
+    "waits for input": ("import sys\nsys.stdin.read(); open('/dev/full').read(1 << 29)", LATE, NO_MEMORY),
     "a fifo": ("import os\nos.mkfifo('f'); open('f').read()", LATE),
     "closed streams": ("import os, time\nos.closerange(0, 99); time.sleep(60)", LATE),
     "a child that holds the streams": (
@@ -157,9 +173,107 @@ EXHAUST = {
         "while True: time.sleep(1)",
         LATE,
     ),
+    "threads of processes whose first thread has ended": (
+        HOLD.format(act="b = b'x' * (30 << 20)") + CHILDREN.format(act="exec(HOLD)").replace("8", "16"),
+        TOGETHER,
+    ),
+    "files of processes whose first thread has ended": (
+        HOLD.format(act="b = [os.dup(0) for _ in range(200)]") + CHILDREN.format(act="exec(HOLD)"),
+        OPEN_FILES,
+    ),
+    "shared memory that is unmapped": (
+        MAPPINGS + "while True:\n    a = libc.mmap(0, 1 << 26, 3, 0x21, -1, 0)\n    a == FAILED and fail()\n"
+        "    ctypes.memset(a, 1, 1 << 26); libc.munmap(a + 4096, (1 << 26) - 4096)",
+        "not permitted",
+    ),
+    "page tables": (
+        MAPPINGS + "for _ in range(3): os.fork()\n"
+        "for i in range(40_000):\n    a = libc.mmap(1 << 40 | i << 21, 4096, 1, 0x32, -1, 0)\n"
+        "    a == FAILED and fail()\n    ctypes.string_at(a, 1)\nimport time; time.sleep(60)",
+        TOGETHER,
+    ),
+    "mappings": (MAPPINGS + "while True: libc.mmap(0, 4096, 1, 0x22, -1, 0)", LATE, TOGETHER),
+    "removed files that are mapped": (
+        MAPPINGS + "for i in range(300):\n    f = os.open('x', os.O_RDWR | os.O_CREAT)\n"
+        "    os.write(f, bytes((1 << 20) - 1)); libc.mmap(0, 4096, 1, 1, f, 0); os.close(f); os.remove('x')",
+        *("No space left", "None"),
+    ),
+    "folders that are renamed": (
+        "import os\nos.mkdir('a')\nif os.fork() == 0:\n    while True: os.rename('a', 'b'); os.rename('b', 'a')\n"
+        + HIDDEN,
+        *("wrote more than 100 MiB to files", "No space left"),
+    ),
+    "files beside others that come and go": (
+        "import os\nos.mkdir('a')\nif os.fork() == 0:\n    while True:\n        for i in range(50): os.mkdir(f't{i}')\n"
+        "        for i in range(50): os.rmdir(f't{i}')\n" + HIDDEN,
+        *("wrote more than 100 MiB to files", "No space left"),
+    ),
+    "stops its group": ("import os, signal, time\nos.kill(0, signal.SIGSTOP); time.sleep(60)", LATE),
+    "stops its group from a child": (
+        "import os, signal, time\nif os.fork() == 0: os.kill(0, signal.SIGTSTP); os.killpg(0, signal.SIGSTOP)\n"
+        "time.sleep(60)",
+        LATE,
+    ),
+    "ends its group": ("import os, signal\nos.kill(0, signal.SIGTERM)", "ended by SIGTERM"),
+    "threads that come and go": (
+        "import os, threading\nfor _ in range(4): os.fork()\nwhile True:\n"
+        "    t = threading.Thread(target=int); t.start(); t.join()",
+        *(LATE, TOGETHER),
+    ),
+    "locks of files": (
+        "import fcntl\nf = open('x', 'w')\ni = 0\nwhile True: i += 2; fcntl.lockf(f, fcntl.LOCK_EX, 1, i)",
+        LATE,
+    ),
+    "timers of the kernel": (
+        MAPPINGS + "t = ctypes.c_int()\nwhile True: libc.timer_create(0, None, ctypes.byref(t))",
+        LATE,
+    ),
+    "event descriptors": ("import os\nkeep = [os.eventfd(0) for _ in range(300)]", "Too many open files"),
+    "executes itself": (
+        "import os, sys\ncode = 'import os, sys; os.execv(sys.executable, [*sys.orig_argv])'\n"
+        "os.execv(sys.executable, [sys.executable, '-I', '-S', '-c', code])",
+        LATE,
+    ),
+    "long names": (
+        "import os\nfor _ in range(200): os.mkdir('d' * 255); os.chdir('d' * 255)",
+        *("cannot be measured", "No space left", ""),
+    ),
+    "a long end": ("import atexit, time\natexit.register(time.sleep, 60)", LATE),
+    "a finalizer that does not end": (
+        "import time\nclass A:\n    def __del__(self): time.sleep(60)\na = A()\ndel a",
+        LATE,
+    ),
+    "an error that does not end": (
+        "import time\nclass E(Exception):\n    def __str__(self): time.sleep(60)\nraise E",
+        LATE,
+    ),
+    "a thread that does not end": ("import threading, time\nthreading.Timer(60, print).start()", LATE),
+    "a number": ("x = 1 << (1 << 33)", NO_MEMORY),
+    "a text": ("x = 'x' * (1 << 30)", NO_MEMORY),
+    "data that expands": ("import zlib\nx = zlib.decompress(zlib.compress(bytes(1 << 26))) * 9", NO_MEMORY),
+    "a regular expression": ("import re\nre.match('(a+)+b', 'a' * 99)", LATE, "of processor time"),
+    "hashes that collide": ("x = {i * (2**61 - 1): 0 for i in range(10**5)}", LATE, "of processor time"),
+    "recursion": (
+        "import sys\nsys.setrecursionlimit(10**9)\ndef f(): return f()\nf()",
+        *(LATE, NO_MEMORY, "SIGSEGV", TOGETHER),
+    ),
+    "recursion of the interpreter": (
+        "import sys\nsys.setrecursionlimit(10**9)\nx = ()\nfor _ in range(10**6): x = (x,)\nhash(x)",
+        *("SIGSEGV", NO_MEMORY, TOGETHER),
+    ),
     "deep folders": ("import os, time\nfor _ in range(900): os.mkdir('d'); os.chdir('d')\n", ""),
 }
-FAST = {"children", "fork bomb", "many files", "disk", "output", "ignored signals", "a daemon"}
+FAST = {
+    "stops its group",
+    "shared memory that is unmapped",
+    "children",
+    "fork bomb",
+    "many files",
+    "disk",
+    "output",
+    "ignored signals",
+    "a daemon",
+}
 
 
 @pytest.fixture
@@ -198,3 +312,14 @@ def test_what_takes_too_much_is_ended(name, mode, sessions, tmp_path, monkeypatc
     assert time.monotonic() - begun < seconds + 60  # a busy disk removes a folder in milliseconds
     assert len(sessions) == 1 and not processes_in(sessions)
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("free", "ended"), [((9 << 30, 0), True), ((1 << 29, 1 << 29), False), ((9 << 30, 1 << 30), False)]
+)
+def test_a_disk_is_not_filled(free, ended, monkeypatch):
+    """By files that are not measured. One that was full before is not the fault of the program."""
+    states = iter([(free[0], 1 << 30)])
+    monkeypatch.setattr(program, "_free_space", lambda folder: next(states, (free[1], 1 << 30)))
+    finished = run_program("import time\ntime.sleep(0.4)", limits=Limits(15.0, MEMORY), mode=MODES["landlock"])
+    assert finished.failure == ("ran while the disk of its files had less than 1024 MiB of space" if ended else None)

@@ -186,15 +186,24 @@ def memory_of(pids: Iterable[int], shared_once: bool = False) -> int:
         milliseconds per GiB.
     """
     total = 0
-    for folder in (Path(f"/proc/{pid}") for pid in pids):
+    for pid in pids:
         with suppress(FileNotFoundError, ProcessLookupError):  # it has exited since
+            folder = thread_folder(pid)
             try:
                 total += _kibibytes(folder / "smaps_rollup", b"Pss:", b"SwapPss:") if shared_once else 0
                 shared = shared_once
             except PermissionError:
                 shared = False
-            total += 0 if shared else _kibibytes(folder / "status", b"VmRSS:", b"VmSwap:")
+            total += _kibibytes(folder / "status", b"VmPTE:", *(() if shared else (b"VmRSS:", b"VmSwap:")))
     return total << 10
+
+
+def thread_folder(pid: int) -> Path:
+    """The folder in /proc of a thread of a process that runs: the first one may have ended, and then shows nothing."""
+    first = Path(f"/proc/{pid}")
+    if _kibibytes(first / "status", b"VmRSS:"):
+        return first
+    return next((other for other in (first / "task").iterdir() if _kibibytes(other / "status", b"VmRSS:")), first)
 
 
 def _kibibytes(file: Path, *names: bytes) -> int:

@@ -14,6 +14,7 @@ receives SIGTERM.
 import base64
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import resource
@@ -37,6 +38,8 @@ EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, MAKE_CHAR, MAKE_SOCK, MAKE_BLOCK = (1 
 REFER = FILE_RIGHTS[2]
 RIGHTS_TO_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | FILE_RIGHTS[3] | FILE_RIGHTS[5]
 BIND_OR_CONNECT_TCP, SCOPE_ABSTRACT_UNIX_SOCKETS, SCOPE_SIGNALS = 3, 1, 2
+#: what a program reads of /proc/self; net, also that of each task, shows the connections of the host
+OF_ITSELF = ("cmdline", "comm", "environ", "exe", "fd", "fdinfo", "io", "limits", "maps", "stat", "statm", "status")
 #: the kernel does not limit the number of root's processes: they must not stop those that measure and end them
 NICE_OF_ROOT = 10
 
@@ -53,7 +56,7 @@ def restrict_files(libc: ctypes.CDLL, abi: int, readable: list[str]) -> None:
     handled = [rights]
     handled += [BIND_OR_CONNECT_TCP] if abi >= 4 else []
     handled += [SCOPE_ABSTRACT_UNIX_SOCKETS | SCOPE_SIGNALS] if abi >= LANDLOCK_ABI_WITH_SCOPES else []
-    allowed = dict.fromkeys([*readable, "/proc/self"], EXECUTE | READ_FILE | READ_DIR)
+    allowed = dict.fromkeys([*readable, *(f"/proc/self/{name}" for name in OF_ITSELF)], EXECUTE | READ_FILE | READ_DIR)
     allowed |= {"/dev/null": READ_FILE | WRITE_FILE, ".": rights & ~(MAKE_CHAR | MAKE_BLOCK | MAKE_SOCK)}
     enter_domain(libc, handled, allowed)
 
@@ -99,6 +102,13 @@ def confine(readable: list[str], call_filter: bytes) -> None:
             raise OSError(ctypes.get_errno(), "cannot filter the system calls of the program")
 
 
+def empty_finder(folder: str, path: str) -> types.SimpleNamespace:
+    """A path hook: a finder that finds no module in a folder. Raises ImportError for other paths."""
+    if os.path.commonpath([folder, os.path.realpath(path)]) != folder:
+        raise ImportError(path)
+    return types.SimpleNamespace(find_spec=lambda name, target=None: None)
+
+
 def run(settings: dict[str, Any]) -> None:
     """Run the program in this process."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -118,7 +128,8 @@ def run(settings: dict[str, Any]) -> None:
         confine(settings["readable"], base64.b64decode(settings["call_filter"]))
     if settings["is_alone"]:
         runpy.run_path("program.py", run_name="__main__")
-    else:  # no file and no import from a folder that another program writes to
+    else:  # no file and no import from a folder that another program writes to, whatever is added to sys.path
+        sys.path_hooks.insert(0, functools.partial(empty_finder, os.path.realpath(".")))
         module = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(settings["program"], "program.py", "exec"), vars(module))
 
@@ -171,7 +182,8 @@ def end_children() -> None:
 def main() -> None:
     with open(int(sys.argv[1]), "rb") as file:
         settings = json.load(file)
-    if "readable" not in settings:  # under bubblewrap
+    if "readable" not in settings:  # under bubblewrap, whose process outside is in the group that it starts in
+        os.setpgid(0, 0)
         return run(settings)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
     if sys.platform == "linux":

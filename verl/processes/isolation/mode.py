@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from verl.processes.isolation.boot import LANDLOCK_ABI_WITH_SCOPES, landlock_abi
+from verl.processes.isolation.boot import LANDLOCK_ABI_WITH_SCOPES, NICE_OF_ROOT, landlock_abi
 
 logger = logging.getLogger("verl.rewards")
 
@@ -33,7 +33,7 @@ _READABLE = (
 #: the same without a mount namespace, where /proc and /dev are those of the host
 _READABLE_OF_HOST = (
     *("/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/sys/vm/overcommit_memory"),
-    *("/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"),
+    *("/dev/full", "/dev/random", "/dev/urandom"),
 )
 #: under bubblewrap the working folder is a part of it, so that the size of one file system limits both
 SHARED_MEMORY = "/dev/shm"
@@ -42,14 +42,12 @@ _NAMESPACES = (
     "--unshare-user --unshare-pid --unshare-net --unshare-ipc --unshare-uts --unshare-cgroup-try "
     "--uid 65534 --gid 65534 --hostname sandbox --die-with-parent --proc /proc"
 )
-_DEVICES = ("null", "zero", "full", "random", "urandom")
-_LINKS = {
-    "/dev/fd": "/proc/self/fd",
-    "/dev/stdin": "fd/0",
-    "/dev/stdout": "fd/1",
-    "/dev/stderr": "fd/2",
-    "/tmp": _FOLDER,
-}
+_DEVICES = ("null", "full", "random", "urandom")
+_LINKS = {"/dev/fd": "/proc/self/fd", "/dev/stdin": "fd/0", "/dev/stdout": "fd/1", "/dev/stderr": "fd/2"}
+# /dev/full reads as /dev/zero does, a shared mapping of which would be memory that no process shows
+_LINKS |= {"/tmp": _FOLDER, "/dev/zero": "full"}
+#: folders of an interpreter, which a project may share with it
+_PARTS = ("bin", "etc", "include", "lib", "lib32", "lib64", "libexec", "pyvenv.cfg", "share", "ssl")
 
 
 @dataclass(frozen=True)
@@ -136,13 +134,10 @@ class Isolation:
         for link, target in _LINKS.items():
             is_free = not any(path.startswith(f"{link}/") for path in _interpreter_folders())
             options += ["--symlink", target, link] if is_free else []
-        options += [
-            "--ro-bind",
-            str(_BOOT),
-            "/boot.py",
-            *f"--remount-ro /proc --remount-ro / --chdir {_FOLDER}".split(),
-        ]
-        return [self.bubblewrap, *options, "--", *python, "/boot.py"]
+        options += ["--ro-bind", str(_BOOT), "/boot.py", "--chdir", _FOLDER]
+        options += ["--remount-ro", "/proc", "--remount-ro", "/"]
+        lower_priority = [] if os.getuid() else ["nice", "-n", str(NICE_OF_ROOT)]
+        return [*lower_priority, self.bubblewrap, *options, "--", *python, "/boot.py"]
 
     def environment(self, folder: str | None) -> dict[str, str]:
         """The environment of a program. folder: its working folder; None: in memory."""
@@ -153,10 +148,11 @@ class Isolation:
 @functools.cache
 def _interpreter_folders() -> list[str]:
     """The folders of this interpreter, its standard library and its packages."""
-    paths, executable = sysconfig.get_paths(), Path(sys.executable)
+    paths, executables = sysconfig.get_paths(), {Path(sys.executable), Path(sys.executable).resolve()}
     folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    folders |= {sys.prefix, sys.base_prefix, sys.exec_prefix, str(executable.parent), str(executable.resolve().parent)}
-    return sorted(folders)
+    prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix}
+    folders |= {f"{prefix}/{name}" for prefix in prefixes for name in _PARTS if os.path.exists(f"{prefix}/{name}")}
+    return sorted(folders | {str(path) for path in executables if str(path.parent) not in folders})
 
 
 # ---- system calls ----------------------------------------------------------------------------------------------------
@@ -198,6 +194,7 @@ def compile_filter(signals: bool, attributes: bool) -> bytes:
     add(" ".join([*table["allowed"].values(), table["signals_to_others"] if signals else ""]), _ALLOW)
     add(table["attributes"], _ALLOW if attributes else _FAIL)
     add(table["missing"], _FAIL | errno.ENOSYS)
+    add(table["unsupported"], _FAIL | errno.EOPNOTSUPP)
     for name, conditions in table["conditions"].items():
         for condition in conditions:
             add(name, _ALLOW, *condition)

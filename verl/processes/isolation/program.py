@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from verl.processes.child import descendants, memory_of
-from verl.processes.isolation.boot import NICE_OF_ROOT, landlock_abi
+from verl.processes.child import descendants, memory_of, thread_folder
+from verl.processes.isolation.boot import landlock_abi
 from verl.processes.isolation.mode import SHARED_MEMORY, Isolation
 
 logger = logging.getLogger("verl.rewards")
@@ -157,6 +157,7 @@ class _Process:
         output: int,
     ):
         self._limits, self._folder, self._descriptor = limits, folder, None
+        self._free_space, _ = _free_space(folder)
         with (
             _input_file(settings) as settings_file,
             _input_file(stdin.encode(errors="replace")) as stdin_file,
@@ -187,9 +188,6 @@ class _Process:
         try:
             self._root = json.load(info)["child-pid"]
             self._descriptor = os.pidfd_open(self._root)
-            if not os.getuid():
-                with contextlib.suppress(ProcessLookupError):  # it has ended
-                    os.setpriority(os.PRIO_PGRP, self.popen.pid, NICE_OF_ROOT)
         except (ValueError, OSError) as error:
             self.popen.kill()
             message = (self.popen.communicate()[1] or b"").decode(errors="replace").strip()
@@ -220,6 +218,9 @@ class _Process:
         ways = (False, True) if len(pids) <= MOST_READ_PROCESSES else (False,)
         if all(in_memory + memory_of(pids, shared_once) > memory for shared_once in ways):
             return f"used more than {memory >> 20} MiB together"
+        free, reserve = _free_space(self._folder)
+        if free < min(reserve, self._free_space - memory // 2):  # files without a name that are mapped are not measured
+            return f"ran while the disk of its files had less than {reserve >> 20} MiB of space"
         return _host_excess()
 
     def _files_in_memory(self) -> tuple[int, int]:
@@ -234,14 +235,14 @@ class _Process:
 
     def end(self) -> int:
         """End all its processes. Returns the exit status."""
-        if self._descriptor is not None:
+        if self._descriptor is None:
+            self.popen.terminate()
+        else:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
             poll = select.poll()  # `select.select` does not take descriptors above 1023
             poll.register(self._descriptor, select.POLLIN)
             poll.poll(1000 * _END_SECONDS)  # process 1 ends after all others
-            return self.popen.wait()
-        self.popen.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(_END_SECONDS)
         with contextlib.suppress(ProcessLookupError):  # no process of its group is left
@@ -268,11 +269,7 @@ def _remove(folder: str) -> None:
 
 def _resources(limits: Limits, folder: str | None) -> dict[str, int]:
     """Limits of each process of a program. folder: on the disk, if it has one."""
-    resources = {
-        "RLIMIT_CPU": int(limits.seconds) + 1,
-        "RLIMIT_CORE": 0,
-        "RLIMIT_NOFILE": MOST_OPEN_FILES_OF_PROCESS,
-    }
+    resources = {"RLIMIT_CPU": int(limits.seconds) + 1, "RLIMIT_CORE": 0, "RLIMIT_NOFILE": MOST_OPEN_FILES_OF_PROCESS}
     if sys.platform == "linux":  # only Linux has a limit of the address space that programs survive
         # the kernel counts all of this user, and does not limit root
         tasks = int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[2])
@@ -297,7 +294,7 @@ def _input_file(content: bytes) -> BinaryIO:
 def _open_files(pid: int) -> int:
     """The number of descriptors of a process, or as many as it can have if they cannot be read."""
     try:
-        return len(os.listdir(f"/proc/{pid}/fd"))
+        return len(os.listdir(thread_folder(pid) / "fd"))
     except PermissionError:  # the file of the program cannot be read, or it is a zombie, which has no memory
         return MOST_OPEN_FILES_OF_PROCESS if landlock_abi() > 0 and memory_of([pid]) else 0
 
@@ -308,10 +305,17 @@ def _files_below(folder: str | None) -> tuple[int, int]:
     while folders and count <= MOST_FILES:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folders.pop()) as entries:
             for entry in entries:
-                info = entry.stat(follow_symlinks=False)
-                count, size = count + 1, size + info.st_blocks * 512
-                folders += [entry.path] if stat.S_ISDIR(info.st_mode) else []
+                with contextlib.suppress(FileNotFoundError):  # the others are still there
+                    info = entry.stat(follow_symlinks=False)
+                    count, size = count + 1, size + info.st_blocks * 512
+                    folders += [entry.path] if stat.S_ISDIR(info.st_mode) else []
     return count, size
+
+
+def _free_space(folder: str | None) -> tuple[int, int]:
+    """The free bytes of the disk of a folder, and how many of them are kept free. None: no disk."""
+    disk = os.statvfs(folder) if folder else os.statvfs_result((0,) * 10)
+    return disk.f_bavail * disk.f_frsize, min(disk.f_blocks * disk.f_frsize // 32, 1 << 30)
 
 
 def _host_excess() -> str | None:

@@ -120,7 +120,9 @@ def exception_class(names: tuple[str, ...]) -> type[Exception]:
     """The built-in exception of this name, or a new subclass of the next one. names: of a class and its bases."""
     builtin = vars(builtins).get(names[0])
     if isinstance(builtin, type) and issubclass(builtin, Exception):
-        return builtin
+        if not issubclass(builtin, UnicodeError):
+            return builtin
+        return type(names[0], (builtin,), {"__init__": lambda *_: None, "__str__": lambda self: self.args[0]})
     return type(names[0], (exception_class(names[1:]),), {})
 
 
@@ -409,26 +411,29 @@ class Solution:
         return self.receive(*operands)
 
 
-def judge(channel: Channel, tests: str, has_checks: bool, to_collect: list[str], imports: list[str], code: str) -> bool:
+def judge(channel: Channel, tests: str, has_checks: bool, lists: dict[str, list[Any]], code: str) -> bool:
     """Run the tests. Returns whether the program has passed, or raises what the tests raise.
 
     Args:
         tests: Python code, with `__count__` and `__check__` around its checks (has_checks: it has some).
-        to_collect: The functions and classes of the tests that pytest collects.
-        imports: The names by which the tests import the program.
+        lists: "collected": the functions and classes of the tests that pytest collects. "imports": the names by which
+            the tests import the program. "bound": the names that they import and define. "owners": (name, module,
+            attribute) of modules that they use and do not import.
     """
+    to_collect, imports = lists["collected"], lists["imports"]
+    meant = {n: m for n, m, a in lists["owners"] if n in USUAL_MODULES or hasattr(importlib.import_module(m), a)}
     solution, checks = Solution(channel), Checks()
     run_pytest = take_over_frameworks(tests, bool(to_collect))
     channel.send(code)
     names = solution.receive()
-    used = program_names(tests, names, bool(imports))
+    used = program_names(tests, names, bool(imports), meant)
     program = {n: solution.request("global", n) for n in (names if imports else used) if not n.startswith("__")}
-    reserved = {*vars(builtins), *USUAL_MODULES}
+    reserved = {*vars(builtins), *USUAL_MODULES, *lists["bound"]}
     for name in imports:
         sys.modules[name] = types.ModuleType(name)
         vars(sys.modules[name]).update(program, __all__=[n for n in program if n[0] != "_" and n not in reserved])
     # Modules that the program imports are imported here again. The text of the program says which, not its process.
-    modules = dict(zip(USUAL_MODULES, USUAL_MODULES)) | imported_modules(code)
+    modules = dict(zip(USUAL_MODULES, USUAL_MODULES)) | imported_modules(code) | meant
     known = {name: module for name, module in modules.items() if name in names_in(tests)}
     namespace = {"__name__": "__main__", "__file__": "tests.py", "__count__": checks.count, "__check__": checks.check}
     namespace |= {n: importlib.import_module(m) for n, m in known.items()} | {name: program[name] for name in used}
@@ -462,15 +467,14 @@ def imported_modules(code: str) -> dict[str, str]:
     return modules
 
 
-def program_names(tests: str, known: Iterable[str], has_imports: bool) -> set[str]:
+def program_names(tests: str, known: Iterable[str], has_imports: bool, modules: Iterable[str]) -> set[str]:
     """Return the program's names that the tests refer to.
 
-    The name of a builtin, or of a usual module as in `math.isclose`, counts only if the tests neither have another name
+    The name of a builtin, or of a module as in `math.isclose`, counts only if the tests neither have another name
     of the program nor import it, so that no program can replace the `abs` in `assert abs(area(2) - 12.57) < 0.01`.
     """
     used = names_in(tests) & set(known)
-    owners = {getattr(node.value, "id", "") for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Attribute)}
-    others = used - set(vars(builtins)) - (owners & set(USUAL_MODULES))
+    others = used - {*vars(builtins), *modules}
     return others if others or has_imports else used
 
 
@@ -483,6 +487,7 @@ def main() -> None:
             serve(channel)
         return
     token, *arguments = json.loads(sys.stdin.read())
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # no file with the token: the program can give the tests a link to it
     verdict = "failed"
     try:
         verdict = "passed" if judge(channel, *arguments) else "failed"

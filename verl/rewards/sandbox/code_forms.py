@@ -12,7 +12,9 @@ import itertools
 import json
 import pickle
 import re
+import sys
 import textwrap
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,13 +23,17 @@ from verl.rewards.rules.answers.extract import visible_text
 from verl.rewards.sandbox.assert_program import USUAL_MODULES
 
 _FENCE = re.compile(
-    r"(?<![`~])(?P<fence>`{3,}|~{3,})[ \t]*(?P<info>[^`\n]*)\n(?P<code>.*?)"
+    r"(?<![`~])(?P<fence>`{3,}|~{3,})(?P<info>[^`\n]{0,200})\n(?P<code>.*?)"
     r"(?:^[ \t]*(?:(?P=fence)[`~]*[ \t]*$|(?=(?P=fence)[ \t]*[\w{]))|(?<=\S)(?P=fence)[ \t]*$|\Z)",
     re.DOTALL | re.MULTILINE,
 )
+_LONG_NAME = re.compile(r"(?:\.[\s\\]*\w+[\s\\]*){99}")  # `import a.a.a`: the parser needs the square of its memory
 _PYTHON = ("py", "py3", "python", "python3", "pypy", "pypy3", "ipython")
 _FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 _RECURSION = "__import__('sys').setrecursionlimit(600_000)"  # as the graders of PRIME and LiveCodeBench
+
+# The compiler warns of what programs of responses have, such as "\d": not in the log of the run.
+warnings.filterwarnings("ignore", module="a program of a response")
 
 #: names by which tests import the program
 PROGRAM_MODULES = {"solution", "main", "program", "submission", "candidate", "your_module"}
@@ -94,7 +100,7 @@ def with_imports(code: str) -> str:
 
 def _parse(code: str) -> ast.Module | None:
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        return ast.parse(code)
+        return None if _LONG_NAME.search(code) else ast.parse(code, "a program of a response")
     return None
 
 
@@ -119,9 +125,8 @@ def read_tests(ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
     """Return tests of any form as {"fn_name", "inputs", "outputs", "checker"} or {"source", "before"}.
 
     "inputs" are texts, or [arguments, keywords] of the function. "checker" is a program that judges an output, "" for
-    none. "source" is what `judge` of assert_program takes,
-    "before" is code that comes before the program. Values that the ground truth lacks, such as the name of the
-    function, are taken from `extra_info`.
+    none. "source" is what `judge` of assert_program takes, "before" is code that comes before the program. Values that
+    the ground truth lacks, such as the name of the function, are taken from `extra_info`.
 
     Raises:
         ValueError: If the tests have none of the forms, or cannot fail.
@@ -261,8 +266,9 @@ def _read_source(tests: Mapping[str, Any], context: Mapping[str, Any]) -> dict[s
     imported, to_collect, checks = _imported_modules(module), _collected(module), _Checks()
     _check_source(module, imported, to_collect)
     source = ast.unparse(ast.fix_missing_locations(checks.visit(module)))
-    to_run = [source, checks.known > 0, sorted(to_collect), sorted(imported & PROGRAM_MODULES)]
-    return {"source": to_run, "before": before}
+    lists = {"collected": to_collect, "imports": imported & PROGRAM_MODULES, "bound": _bound(module)}
+    lists = {name: sorted(names) for name, names in {**lists, "owners": _owners(module)}.items()}
+    return {"source": [source, checks.known > 0, lists], "before": before}
 
 
 def _check_source(module: ast.Module, imported: set[str], to_collect: set[str]) -> None:
@@ -334,6 +340,20 @@ class _Checks(ast.NodeTransformer):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom:
         node.module, node.level = (node.module or "solution") if node.level else node.module, 0
         return node
+
+
+def _bound(module: ast.Module) -> set[str]:
+    """The names that code imports and defines, outside of its functions and classes."""
+    aliases = [alias for node in module.body if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    names = {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
+    return names | {node.name for node in module.body if hasattr(node, "name")}
+
+
+def _owners(module: ast.Module) -> set[tuple[str, str, str]]:
+    """(name, module, attribute) of modules that code uses as `decimal.Decimal` or `np.array`, and does not import."""
+    modules = {**{name: name for name in sys.stdlib_module_names}, "np": "numpy", "numpy": "numpy"}
+    free, nodes = modules.keys() - _names(module)[1], [n for n in ast.walk(module) if isinstance(n, ast.Attribute)]
+    return {(n.value.id, modules[n.value.id], n.attr) for n in nodes if getattr(n.value, "id", "") in free}
 
 
 def _imported_modules(module: ast.AST) -> set[str]:

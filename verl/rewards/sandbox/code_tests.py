@@ -1,9 +1,12 @@
 """Code: run the program in a response against tests, isolated (see `verl.processes.isolation`)."""
 
 import ast
+import builtins
 import contextlib
 import json
+import keyword
 import math
+import re
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -118,15 +121,25 @@ def _with_room_for(output: str, limits: Limits) -> Limits:
 
 
 def _run_source(code: str, tests: Mapping[str, Any], limits: Limits) -> Iterator[bool]:
+    verdict = _verdict(code, tests, limits)
+    if verdict.startswith("bad "):
+        # A program can let tests find nothing to run. They are at fault if they say the same of one that does nothing.
+        source = tests["source"][0].replace("__check__", "").replace("__count__", "")
+        names = sorted(set(re.findall(r"(?!\d)\w+", source)) - {*vars(builtins), *keyword.kwlist})
+        stubs = (f"def {name}(*values, **options):\n [v() for v in values if callable(v)]\n" for name in names)
+        if _verdict("".join(stubs), tests, limits) == verdict:
+            raise ValueError(f"code: the tests cannot be run: {json.loads(verdict[4:])}. Found {source!r:.300}")
+    yield verdict == "passed"
+
+
+def _verdict(code: str, tests: Mapping[str, Any], limits: Limits) -> str:
+    """What the judge says: passed, failed, or bad and a message about the tests as JSON."""
     token = secrets.token_hex(16)
     stdin = json.dumps([token, *tests["source"], code])
     script = _JUDGE.read_text(encoding="utf-8")
     finished = run_program(script, limits=limits, stdin=stdin, arguments=["judge"], peer_arguments=["solution"])
     verdict = finished.stdout.partition(f"\n{token} ")[2].partition("\n")[0]
-    if verdict.startswith("bad "):
-        source = tests["source"][0].replace("__check__", "").replace("__count__", "")
-        raise ValueError(f"code: the tests cannot be run: {json.loads(verdict[4:])}. Found {source!r:.300}")
-    yield finished.failure is None and verdict == "passed"
+    return verdict if finished.failure is None or verdict.startswith("bad ") else "failed"
 
 
 def _run_calls(code: str, tests: Mapping[str, Any], limits: Limits) -> Iterator[bool]:
