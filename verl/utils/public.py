@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.utils.device import resolve_dtype
+from verl.utils.device import get_device_id, resolve_dtype
 from verl.utils.paths import expanded
 
 # ---- dtypes ---------------------------------------------------------------------------------------------------------
@@ -73,6 +73,40 @@ def get_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+def update_model_config(module_config: Any, override_config_kwargs: Mapping[str, Any]) -> None:
+    """Set attributes of a model's configuration, in place; a mapping sets attributes of the section of its name."""
+    for name, value in override_config_kwargs.items():
+        if isinstance(value, Mapping):
+            update_model_config(getattr(module_config, name), value)
+        else:
+            setattr(module_config, name, value)
+
+
+def print_model_size(model: torch.nn.Module, name: str | None = None) -> None:
+    """Print the number of parameters, in thousands, millions or billions."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    size, unit = next(((size, unit) for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if count > size), (1, ""))
+    print(f"{name or type(model).__name__} contains {count / size:.2f}{unit} parameters")
+
+
+def get_cosine_schedule_with_warmup(
+    optimizer: torch.optim.Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    min_lr_ratio: float | None = 0.0,
+    num_cycles: float = 0.5,
+    last_epoch: int = -1,
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Linear warm-up from 0, then a cosine down to `min_lr_ratio` of the learning rate."""
+    from transformers import get_cosine_with_min_lr_schedule_with_warmup as schedule
+
+    shape = (num_warmup_steps, num_training_steps, num_cycles, last_epoch)
+    return schedule(optimizer, *shape, min_lr_rate=min_lr_ratio or 0.0)
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -116,6 +150,17 @@ def log_with_rank(
     """Log a message with the rank before it; on rank 0 only, if asked for."""
     if not log_only_rank_0 or rank == 0:
         logger.log(level, "[Rank %d] %s", rank, message)
+
+
+def reduce_timing(timing_raw: dict[str, float], reduce_op: Any = None) -> dict[str, float]:
+    """The seconds of each name over all ranks: their mean, unless an operation of torch.distributed is given."""
+    if not torch.distributed.is_initialized():
+        return timing_raw
+    names = sorted(timing_raw)
+    seconds = torch.tensor([timing_raw[name] for name in names], device=get_device_id())
+    torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.SUM if reduce_op is None else reduce_op)
+    ranks = torch.distributed.get_world_size() if reduce_op is None else 1  # gloo has no mean
+    return dict(zip(names, (seconds / ranks).tolist()))
 
 
 def log_gpu_memory_usage(
@@ -235,6 +280,15 @@ def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
         return np.max(values) if "max" in name else np.min(values) if "min" in name else np.mean(values)
 
     return {name: reduce(name, values) for name, values in metrics.items()}
+
+
+def convert_to_regular_types(obj: Any) -> Any:
+    """Dicts and lists of Python in place of OmegaConf's, at every depth; a tuple becomes a list."""
+    if isinstance(obj, Mapping):
+        return {name: convert_to_regular_types(value) for name, value in obj.items()}
+    if isinstance(obj, MutableSequence | tuple):
+        return [convert_to_regular_types(value) for value in obj]
+    return obj
 
 
 def rollout_trace_op(func: Callable) -> Callable:
