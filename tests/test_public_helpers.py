@@ -28,7 +28,6 @@ from verl.utils.import_utils import import_external_libs, load_class_from_fqn
 from verl.utils.logger import log_with_rank
 from verl.utils.model import print_model_size, update_model_config
 from verl.utils.profiler import DistProfiler, DistProfilerExtension, GPUMemoryLogger, ProfilerConfig
-from verl.utils.profiler.performance import reduce_timing
 from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.ray_utils import get_event_loop
 from verl.utils.rollout_trace import rollout_trace_attr
@@ -215,13 +214,8 @@ def test_learning_rates_of_a_cosine():
     assert rates == pytest.approx([0, 5, 10, 8.6820, 5.5, 2.3180, 1], abs=1e-4)
 
 
-def test_plain_types_and_timings():
+def test_plain_types():
     config = OmegaConf.create({"a": [{"b": 1}], "c": "${a}"})
     plain = convert_to_regular_types({"config": config, "pair": (1, config.a)})
     assert plain == {"config": {"a": [{"b": 1}], "c": [{"b": 1}]}, "pair": [1, [{"b": 1}]]}
     assert type(plain["config"]["a"][0]) is dict and type(plain["pair"][1]) is list
-    assert reduce_timing({"b": 1.0}) == {"b": 1.0}
-
-
-def test_timings_are_those_of_all_ranks(one_rank):
-    assert reduce_timing({"gen": 2.0, "adv": 1.0}) == {"adv": 1.0, "gen": 2.0}

@@ -175,7 +175,7 @@ class DataProto(Rows, Containers):
 
     @classmethod
     def _from_state(cls, state: dict[str, Any]) -> Self:
-        return cls._build(state["rows"], state["tensors"], state["objects"], state["facts"])
+        return cls()._build(state["rows"], state["tensors"], state["objects"], state["facts"])
 
     def save(self, path: str | Path) -> None:
         """Write to a file, atomically."""

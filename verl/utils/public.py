@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.utils.device import get_device_id, resolve_dtype
+from verl.utils.device import resolve_dtype
 from verl.utils.paths import expanded
 
 # ---- dtypes ---------------------------------------------------------------------------------------------------------
@@ -150,17 +150,6 @@ def log_with_rank(
     """Log a message with the rank before it; on rank 0 only, if asked for."""
     if not log_only_rank_0 or rank == 0:
         logger.log(level, "[Rank %d] %s", rank, message)
-
-
-def reduce_timing(timing_raw: dict[str, float], reduce_op: Any = None) -> dict[str, float]:
-    """The seconds of each name over all ranks: their mean, unless an operation of torch.distributed is given."""
-    if not torch.distributed.is_initialized():
-        return timing_raw
-    names = sorted(timing_raw)
-    seconds = torch.tensor([timing_raw[name] for name in names], device=get_device_id())
-    torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.SUM if reduce_op is None else reduce_op)
-    ranks = torch.distributed.get_world_size() if reduce_op is None else 1  # gloo has no mean
-    return dict(zip(names, (seconds / ranks).tolist()))
 
 
 def log_gpu_memory_usage(
