@@ -248,7 +248,7 @@ def test_a_conflict_is_what_public_verl_raises(kind):
 
 
 def test_a_batch_whose_tensors_were_popped_keeps_an_empty_container():
-    """A loop pops the inputs of the rollout, numbers the rows by len(batch.batch), repeats them and adds the outputs."""
+    """A loop pops the inputs of the rollout, numbers rows by len(batch.batch), repeats them and adds the outputs."""
     batch = DataProto.from_dict({"x": torch.arange(2)}, {"answer": ["a", "b"]})
     assert batch.pop().batch is None and batch.pop(["x"]).batch["x"].tolist() == [0, 1]
     batch.non_tensor_batch["uid"] = np.array([f"u{i}" for i in range(len(batch.batch))], dtype=object)
