@@ -5,12 +5,11 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import operator
+import pkgutil
 import re
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -72,28 +71,29 @@ def _parents() -> set[str]:
     return {path[:dot] for path in (*MOVED, *_MODULES) for dot, letter in enumerate(path) if letter == "."}
 
 
-def published_names(module: str, own: Callable[[str], Any] | None = None) -> Callable[[str], Any]:
+def published_names(module: str, first: Callable[[str], Any] | None = None) -> Callable[[str], Any]:
     """Return the `__getattr__` of a module: it resolves names that public verl has in the module of that path.
 
     A name that exists elsewhere is imported from there. One that is not supported raises an ImportError that says what
-    to use instead. `own` is asked first: the `__getattr__` that the module defines itself.
+    to use instead. `first` is asked before: the `__getattr__` that the module defines itself.
     """
 
     def find(name: str) -> Any:
-        if own is not None:
-            with suppress(AttributeError):
-                return own(name)
+        unknown = AttributeError(f"module {module!r} has no attribute {name!r}")
+        try:
+            if first is not None:
+                return first(name)
+        except AttributeError as error:
+            unknown = error
         if name.startswith("__"):  # the import system asks for __path__ and others
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            raise unknown
         names = published().get(module, {})
         target = names.get(name) or names.get(ANY) or _advice_below(module)
         if target is None:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            raise unknown
         if " " in target:
             raise ImportError(f"{module}.{name} of public verl does not exist here: {target}", name=module)
-        module_name, _, attribute = target.partition(":")
-        home_module = importlib.import_module(module_name)
-        return operator.attrgetter(attribute)(home_module) if attribute else home_module
+        return pkgutil.resolve_name(target)
 
     return find
 
