@@ -245,3 +245,20 @@ def test_a_conflict_is_what_public_verl_raises(kind):
         data.union(DataProto.from_dict({"a": torch.zeros(2)}))
     with pytest.raises(kind, match=r"^the batch has no tensor column 'b': known: a"):
         data.select(batch_keys=["b"])
+
+
+def test_a_batch_whose_tensors_were_popped_keeps_an_empty_container():
+    """A loop pops the inputs of the rollout, numbers rows by len(batch.batch), repeats them and adds the outputs."""
+    batch = DataProto.from_dict({"x": torch.arange(2)}, {"answer": ["a", "b"]})
+    assert batch.pop().batch is None and batch.pop(["x"]).batch["x"].tolist() == [0, 1]
+    batch.non_tensor_batch["uid"] = np.array([f"u{i}" for i in range(len(batch.batch))], dtype=object)
+    repeated = batch.repeat(2)
+    assert repeated.batch.batch_size == (4,) and len(repeated[1:].batch) == len(repeated[[0, 3, 3]].batch) == 3
+    repeated.batch["y"] = torch.arange(4)
+    assert repeated.batch["y"].tolist() == [0, 1, 2, 3]
+    assert repeated.non_tensor_batch["uid"].tolist() == ["u0", "u0", "u1", "u1"]
+    assert batch.copy().union(DataProto.from_dict({"y": torch.ones(2)})).batch["y"].tolist() == [1, 1]
+    assert len(batch.select([]).batch) == len(DataProto(TensorDict({}, batch_size=[2])).batch) == 2
+    batch.batch = None
+    assert batch.batch is None and batch.repeat(2).batch is None and len(batch) == 2
+    assert DataProto.from_dict({}, {"answer": ["a"]}).batch is None

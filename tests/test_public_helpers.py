@@ -4,21 +4,36 @@ import asyncio
 import dataclasses
 import logging
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch.distributed.device_mesh import init_device_mesh
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path, should_save_ckpt_esi
 from verl.utils.config import omega_conf_to_dataclass, update_dict_with_config, validate_config
 from verl.utils.fs import local_mkdir_safe
+from verl.utils.fsdp_utils import (
+    apply_fsdp2,
+    fsdp2_load_full_state_dict,
+    fsdp_version,
+    get_init_weight_context_manager,
+    load_fsdp_model_to_gpu,
+    load_fsdp_optimizer,
+    offload_fsdp_model_to_cpu,
+    offload_fsdp_optimizer,
+)
 from verl.utils.import_utils import import_external_libs, load_class_from_fqn
 from verl.utils.logger import log_with_rank
+from verl.utils.model import print_model_size, update_model_config
 from verl.utils.profiler import DistProfiler, DistProfilerExtension, GPUMemoryLogger, ProfilerConfig
+from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.ray_utils import get_event_loop
 from verl.utils.rollout_trace import rollout_trace_attr
 from verl.utils.seqlen_balancing import calculate_workload
 from verl.utils.torch_dtypes import PrecisionType
+from verl.utils.torch_functional import get_cosine_schedule_with_warmup
 from verl.workers.config import FSDPOptimizerConfig, RolloutConfig
 
 from verl.utils.device import get_device_capability
@@ -138,3 +153,69 @@ def test_a_worker_with_profiling_that_is_off_runs_and_a_profiler_that_is_on_is_r
 
 def test_the_workload_of_sequences():
     assert calculate_workload(torch.tensor([0, 1, 100])).tolist() == [0, 24577, 2467600]
+
+
+# ---- models that a program loads and shards itself -------------------------------------------------------------------
+
+
+class TwoLayers(torch.nn.Module):
+    _no_split_modules = ["Linear"]
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(tie_word_embeddings=False, rope=SimpleNamespace(theta=1.0))
+        self.embedding, self.first, self.last = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+
+
+@pytest.fixture
+def one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_model_is_sharded_loaded_and_moved(one_rank, capsys):
+    with get_init_weight_context_manager(use_meta_tensor=True)():
+        model = TwoLayers()  # on rank 0, with weights
+    assert fsdp_version(model) == 0 and model.first.weight.device.type == "cpu"
+    full = {name: value.clone() for name, value in model.state_dict().items()}
+    apply_fsdp2(model, {"mesh": init_device_mesh("cpu", (1,))}, {})
+    assert [fsdp_version(part) for part in model.modules()] == [2, 2, 2, 2]
+    fsdp2_load_full_state_dict(model, {name: value + 1 for name, value in full.items()}, cpu_offload=True)
+    assert all(torch.equal(value.full_tensor(), full[name] + 1) for name, value in model.state_dict().items())
+    assert model.scale == 2
+    optimizer = torch.optim.AdamW(model.parameters())
+    offload_fsdp_model_to_cpu(model)
+    load_fsdp_model_to_gpu(model)
+    offload_fsdp_optimizer(optimizer)
+    load_fsdp_optimizer(optimizer, "cpu")
+    print_model_size(model)
+    assert capsys.readouterr().out == f"{type(model).__name__} contains 45.00 parameters\n"
+    update_model_config(model.config, {"tie_word_embeddings": True, "rope": {"theta": 2.0}})
+    assert model.config.tie_word_embeddings and model.config.rope.theta == 2.0
+    tied = TwoLayers()
+    tied.config.tie_word_embeddings = True
+    apply_fsdp2(
+        tied, {"mesh": init_device_mesh("cpu", (1,))}, {"wrap_policy": {"transformer_layer_cls_to_wrap": "Linear"}}
+    )
+    assert fsdp_version(tied.embedding) == 0 and fsdp_version(tied.last) == 2
+
+
+def test_learning_rates_of_a_cosine():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=10.0)
+    schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=6, min_lr_ratio=0.1)
+    rates = []
+    for _ in range(7):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    # a quarter of the way: 0.1 + 0.9 (1 + cos(pi / 4)) / 2
+    assert rates == pytest.approx([0, 5, 10, 8.6820, 5.5, 2.3180, 1], abs=1e-4)
+
+
+def test_plain_types():
+    config = OmegaConf.create({"a": [{"b": 1}], "c": "${a}"})
+    plain = convert_to_regular_types({"config": config, "pair": (1, config.a)})
+    assert plain == {"config": {"a": [{"b": 1}], "c": [{"b": 1}]}, "pair": [1, [{"b": 1}]]}
+    assert type(plain["config"]["a"][0]) is dict and type(plain["pair"][1]) is list

@@ -29,7 +29,6 @@ from verl.batch.containers import (
 )
 from verl.batch.rows import DataProtoItem, Rows
 from verl.columns import DataProtoValidationError
-from verl.compat.hook import published_names
 
 __all__ = [
     "MERGED_ENTRIES",
@@ -176,7 +175,7 @@ class DataProto(Rows, Containers):
 
     @classmethod
     def _from_state(cls, state: dict[str, Any]) -> Self:
-        return cls._build(state["rows"], state["tensors"], state["objects"], state["facts"])
+        return cls()._build(state["rows"], state["tensors"], state["objects"], state["facts"])
 
     def save(self, path: str | Path) -> None:
         """Write to a file, atomically."""
@@ -267,6 +266,3 @@ def all_gather_data_proto(data: DataProto, process_group: torch.distributed.Proc
     gathered = DataProto.concat(chunks).to(device)
     data.non_tensor_batch = gathered.non_tensor_batch
     data.batch = gathered.batch
-
-
-__getattr__ = published_names(__name__)

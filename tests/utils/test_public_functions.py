@@ -157,6 +157,10 @@ def test_the_steps_of_a_trainer():
     assert np.allclose(data.batch["advantages"].tolist(), [[0.55, 0.55, 0], [-0.55, -0.55, -0.55]])
     found = batch_functions.compute_data_metrics(data, use_critic=False)
     assert found["critic/score/mean"] == 0.5 and found["response_length/mean"] == 2.5
+    # one of two responses and prompts fills its columns
+    assert found["response_length/clip_ratio"] == found["prompt_length/clip_ratio"] == 0.5
+    del data.non_tensor_batch["uid"]  # a batch without groups
+    assert found == batch_functions.compute_data_metrics(data) | {"reward/tied_groups": found["reward/tied_groups"]}
 
 
 def test_timings_and_throughput():

@@ -93,6 +93,7 @@ class Containers:
         # an empty TensorDict keeps its number of rows: select([]) of 4 rows has 4 rows
         bare = batch.batch_size[0] if isinstance(batch, TensorDictBase) and batch.batch_size else 0
         self._batch = TensorDict(tensors, batch_size=[next(iter(lengths.values()), bare)])
+        self._is_emptied = isinstance(batch, TensorDictBase)  # without tensors, `batch` is then empty, not None
         self.non_tensor_batch: dict[str, np.ndarray] = objects
         self.meta_info: dict[str, Any] = dict(meta_info or {})
 
@@ -132,27 +133,30 @@ class Containers:
         objects = {k: v for k, v in data.items() if k not in tensors}
         return cls.from_dict(tensors, objects, meta_info, auto_padding=auto_padding)
 
-    @classmethod
     def _build(
-        cls, rows: int, tensors: Mapping[str, torch.Tensor], objects: Mapping[str, Any], meta_info: Mapping[str, Any]
+        self, rows: int, tensors: Mapping[str, torch.Tensor], objects: Mapping[str, Any], meta_info: Mapping[str, Any]
     ) -> Self:
-        """Make a batch that has `rows` rows even if it has no columns."""
-        return cls(tensors or TensorDict({}, batch_size=[rows]), objects, meta_info)
+        """Make a batch that has `rows` rows even if it has no columns. Its `batch` is None only if that of this is."""
+        built = type(self)(tensors or TensorDict({}, batch_size=[rows]), objects, meta_info)
+        built._is_emptied = self.batch is not None
+        return built
 
     def _become(self, source: "Containers") -> Self:
         """Take over the containers of a batch that is not used elsewhere."""
         self._batch, self.non_tensor_batch, self.meta_info = source._batch, source.non_tensor_batch, source.meta_info
+        self._is_emptied = source._is_emptied
         return self
 
     @property
     def batch(self) -> TensorDict | None:
-        """The tensor columns, with batch size (B,); None if there are none."""
-        return self._batch if self._batch.keys() else None
+        """The tensor columns, with batch size (B,); None if the batch never had one."""
+        return self._batch if self._batch.keys() or self._is_emptied else None
 
     @batch.setter
     def batch(self, batch: TensorDict | None) -> None:
         rows = next((len(column) for column in self.non_tensor_batch.values()), len(self))
         self._batch = TensorDict({}, batch_size=[rows]) if batch is None else batch
+        self._is_emptied = batch is not None
 
     # ---- metadata ---------------------------------------------------------------------------------------------------
 
@@ -185,7 +189,7 @@ class Containers:
 
     def copy(self) -> Self:
         """Return the same columns in new containers. Also validates containers that were edited in place."""
-        return type(self)(self._batch, self.non_tensor_batch, self.meta_info)
+        return self._build(len(self), self.tensors, self.non_tensor_batch, self.meta_info)
 
     def nbytes(self) -> int:
         """Bytes of the tensor columns."""
@@ -270,6 +274,7 @@ class Containers:
     ) -> Self:
         """Remove the named columns and meta_info entries from this batch, in place, and return them as a new batch."""
         popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
+        popped._is_emptied = False
         remaining = self.drop(popped.columns)
         self._become(remaining)
         self.meta_info = {k: v for k, v in self.meta_info.items() if k not in popped.meta_info}

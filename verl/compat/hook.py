@@ -5,7 +5,8 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import operator
+import pkgutil
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
@@ -29,6 +30,11 @@ def _moved(table: str) -> dict[str, str]:
 #: module path of public verl or of an earlier version -> module path here. Both are the same module object
 MOVED = _moved((Path(__file__).parent / "moved.txt").read_text(encoding="utf-8"))
 
+_TABLES = (Path(__file__).parent / "published.toml").read_text(encoding="utf-8")
+
+#: the modules of `published`, known without parsing its tables
+_MODULES = frozenset(re.findall(r'^\["(.+)"\]$', _TABLES, re.MULTILINE))
+
 ANY = "*"
 """Entry of a module for all names that it does not list."""
 
@@ -42,7 +48,7 @@ def published() -> dict[str, dict[str, str]]:
 
     Read at the first use, which takes milliseconds: most programs import no such name.
     """
-    tables = tomllib.loads((Path(__file__).parent / "published.toml").read_text(encoding="utf-8"))
+    tables = tomllib.loads(_TABLES)
     advice = tables.pop("advice")
 
     def names_of(module: str) -> dict[str, str]:
@@ -62,28 +68,32 @@ def published() -> dict[str, dict[str, str]]:
 @functools.cache
 def _parents() -> set[str]:
     """The packages of the modules of `MOVED` and `published`."""
-    return {path[:dot] for path in (*MOVED, *published()) for dot, letter in enumerate(path) if letter == "."}
+    return {path[:dot] for path in (*MOVED, *_MODULES) for dot, letter in enumerate(path) if letter == "."}
 
 
-def published_names(module: str) -> Callable[[str], Any]:
+def published_names(module: str, first: Callable[[str], Any] | None = None) -> Callable[[str], Any]:
     """Return the `__getattr__` of a module: it resolves names that public verl has in the module of that path.
 
     A name that exists elsewhere is imported from there. One that is not supported raises an ImportError that says what
-    to use instead.
+    to use instead. `first` is asked before: the `__getattr__` that the module defines itself.
     """
 
     def find(name: str) -> Any:
+        unknown = AttributeError(f"module {module!r} has no attribute {name!r}")
+        try:
+            if first is not None:
+                return first(name)
+        except AttributeError as error:
+            unknown = error
         if name.startswith("__"):  # the import system asks for __path__ and others
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            raise unknown
         names = published().get(module, {})
         target = names.get(name) or names.get(ANY) or _advice_below(module)
         if target is None:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            raise unknown
         if " " in target:
             raise ImportError(f"{module}.{name} of public verl does not exist here: {target}", name=module)
-        module_name, _, attribute = target.partition(":")
-        home_module = importlib.import_module(module_name)
-        return operator.attrgetter(attribute)(home_module) if attribute else home_module
+        return pkgutil.resolve_name(target)
 
     return find
 
@@ -117,6 +127,16 @@ class _Moved(importlib.abc.Loader):
         return spec.loader.get_code(spec.name)
 
 
+class _WithNames(importlib.machinery.SourceFileLoader):
+    """Loads a file of this project whose module has names of public verl, too, or modules below it."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        module.__getattr__ = published_names(module.__name__, vars(module).get("__getattr__"))
+        if module.__name__ in _parents() and not hasattr(module, "__path__"):
+            module.__path__ = []  # a package in public verl
+
+
 class _Empty(importlib.abc.Loader):
     """Creates a package without files, whose names `find` resolves; None: it has none."""
 
@@ -141,7 +161,7 @@ def _former_recipe(fullname: str) -> importlib.machinery.ModuleSpec | None:
 
 
 class MovedModules(importlib.abc.MetaPathFinder):
-    """Finds the modules of `MOVED` and those below `recipe`, whose packages have no files here.
+    """Finds the modules of `MOVED`, files with names of `published`, and those below `recipe`, which has no files here.
 
     The first finder: the folder of a package that has moved would give its modules again under the old path, and an
     editable installation of an earlier release still maps `recipe` to its folder.
@@ -154,6 +174,11 @@ class MovedModules(importlib.abc.MetaPathFinder):
             new_path = MOVED[fullname]
             origin = importlib.util.find_spec(new_path).origin  # `__file__` of `python -m`
             return importlib.util.spec_from_loader(fullname, _Moved(new_path), origin=origin)
+        if fullname in _MODULES or (fullname.startswith("verl.") and fullname in _parents()):
+            spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+            if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+                spec.loader = _WithNames(fullname, spec.origin)
+            return spec
         # a package without folders is the one of `_former_recipe`; a user's own `recipe` has a folder
         if fullname.startswith("recipe.") and path is not None and not list(path):
             return _former_recipe(fullname)

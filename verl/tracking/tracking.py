@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl.compat.hook import published_names
 from verl.tracking.console import TrainingProgress
 from verl.tracking.trackers import TRACKER_REGISTRY, Rows, Run, Tracker
 from verl.utils.log import setup_logging
@@ -253,6 +252,3 @@ class Tracking:
 def _utf8(value: Any) -> Any:
     """A text without lone surrogates, which the services refuse; other values as they are."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
-
-
-__getattr__ = published_names(__name__)

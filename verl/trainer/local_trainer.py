@@ -1,6 +1,5 @@
 """LocalPPOTrainer: PPOTrainer on this host, without Ray, in one process or several."""
 
-from verl.compat.hook import published_names
 from verl.trainer.ppo_trainer import PPOTrainer
 
 
@@ -12,6 +11,3 @@ class LocalPPOTrainer(PPOTrainer):
 
     backend = "local"
     logs_operators = True
-
-
-__getattr__ = published_names(__name__)

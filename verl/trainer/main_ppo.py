@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from verl.compat.hook import published_names
 from verl.trainer.startup.program import Program, program_help
 
 if TYPE_CHECKING:
@@ -65,8 +64,6 @@ def main_of(config_name: str) -> Callable[[list[str] | None], int]:
 
     return main_with_config
 
-
-__getattr__ = published_names("verl.trainer.main_ppo")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from verl.compat.hook import published_names
 from verl.data.collate import collate_fn as default_collate_fn
 from verl.single_controller import WorkerSpec
 from verl.trainer.ppo_trainer import PPOTrainer
@@ -88,6 +87,3 @@ class RayPPOTrainer(PPOTrainer):
         for role, spec in self.specs.items():
             if "settings" in spec.attributes:  # a worker of public verl, which loads its model now
                 self.roles[role].init_model()
-
-
-__getattr__ = published_names(__name__)

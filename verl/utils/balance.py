@@ -5,8 +5,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-from verl.compat.hook import published_names
-
 
 def balanced_partition(lengths: Sequence[int], k: int, equal_size: bool = True) -> list[list[int]]:
     """Partition samples into `k` groups of nearly equal total length.
@@ -163,6 +161,3 @@ def calculate_workload(seqlen_list: Any) -> Any:
 def ceildiv(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)
-
-
-__getattr__ = published_names(__name__)

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
@@ -71,6 +71,40 @@ def get_event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     return loop
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+def update_model_config(module_config: Any, override_config_kwargs: Mapping[str, Any]) -> None:
+    """Set attributes of a model's configuration, in place; a mapping sets attributes of the section of its name."""
+    for name, value in override_config_kwargs.items():
+        if isinstance(value, Mapping):
+            update_model_config(getattr(module_config, name), value)
+        else:
+            setattr(module_config, name, value)
+
+
+def print_model_size(model: torch.nn.Module, name: str | None = None) -> None:
+    """Print the number of parameters, in thousands, millions or billions."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    size, unit = next(((size, unit) for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if count > size), (1, ""))
+    print(f"{name or type(model).__name__} contains {count / size:.2f}{unit} parameters")
+
+
+def get_cosine_schedule_with_warmup(
+    optimizer: torch.optim.Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    min_lr_ratio: float | None = 0.0,
+    num_cycles: float = 0.5,
+    last_epoch: int = -1,
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Linear warm-up from 0, then a cosine down to `min_lr_ratio` of the learning rate."""
+    from transformers import get_cosine_with_min_lr_schedule_with_warmup as schedule
+
+    shape = (num_warmup_steps, num_training_steps, num_cycles, last_epoch)
+    return schedule(optimizer, *shape, min_lr_rate=min_lr_ratio or 0.0)
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
@@ -235,6 +269,15 @@ def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
         return np.max(values) if "max" in name else np.min(values) if "min" in name else np.mean(values)
 
     return {name: reduce(name, values) for name, values in metrics.items()}
+
+
+def convert_to_regular_types(obj: Any) -> Any:
+    """Dicts and lists of Python in place of OmegaConf's, at every depth; a tuple becomes a list."""
+    if isinstance(obj, Mapping):
+        return {name: convert_to_regular_types(value) for name, value in obj.items()}
+    if isinstance(obj, MutableSequence | tuple):
+        return [convert_to_regular_types(value) for value in obj]
+    return obj
 
 
 def rollout_trace_op(func: Callable) -> Callable:

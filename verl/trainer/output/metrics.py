@@ -35,7 +35,7 @@ def group_rows(batch: DataProto) -> list[np.ndarray]:
 def data_metrics(batch: DataProto) -> dict[str, float]:
     """Scores, rewards and lengths of a finished training batch; advantages, returns, values, KL if it has them."""
     columns = batch.tensors
-    mask, prompt_mask = columns["response_mask"], columns["attention_mask"][:, : columns["prompts"].shape[1]]
+    mask, prompt_mask = columns["response_mask"], columns["attention_mask"][:, : -columns["responses"].shape[1]]
     lengths, scores = response_lengths(batch), columns["token_level_scores"].sum(1)
     metrics = {
         **_spread("critic/score", scores),
@@ -44,7 +44,7 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
         **_spread("prompt_length", prompt_mask.sum(1).float()),
         "response/aborted_ratio": (lengths == 0).float().mean().item(),
     }
-    groups = [scores.numpy()[rows] for rows in group_rows(batch) if len(rows) > 1]
+    groups = [scores.numpy()[rows] for rows in group_rows(batch) if len(rows) > 1] if "uid" in batch else []
     if groups:  # the fraction of zero-variance groups: prompts whose responses all have the same score
         metrics["reward/tied_groups"] = sum(bool(each.min() == each.max()) for each in groups) / len(groups)
     for name in ("advantages", "returns", "values"):

@@ -66,8 +66,12 @@ def compute_reward(data: DataProto, reward_fn: Callable) -> tuple[torch.Tensor, 
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
-    """`data_metrics`; without a critic, the columns of a critic are not reported."""
-    return data_metrics(batch if use_critic else batch.drop([k for k in ("values",) if k in batch]))
+    """`data_metrics` and the shares of responses and prompts without padding; values only with a critic."""
+    metrics = data_metrics(batch if use_critic else batch.drop([k for k in ("values",) if k in batch]))
+    mask, width = batch.batch["attention_mask"].bool(), batch.batch["responses"].shape[-1]
+    metrics["response_length/clip_ratio"] = mask[:, -width:].all(1).float().mean().item()
+    metrics["prompt_length/clip_ratio"] = mask[:, :-width].all(1).float().mean().item()
+    return metrics
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
