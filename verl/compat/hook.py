@@ -29,6 +29,11 @@ def _moved(table: str) -> dict[str, str]:
 #: module path of public verl or of an earlier version -> module path here. Both are the same module object
 MOVED = _moved((Path(__file__).parent / "moved.txt").read_text(encoding="utf-8"))
 
+_NO_RECIPE = (
+    "{} does not exist here. The recipes are {}; one that adds only settings, rewards or agent loops runs with "
+    "`python -m verl.trainer.main_ppo` (docs/migrate_from_verl.md)"
+)
+
 ANY = "*"
 """Entry of a module for all names that it does not list."""
 
@@ -129,11 +134,16 @@ class _Empty(importlib.abc.Loader):
 
 
 def _former_recipe(fullname: str) -> importlib.machinery.ModuleSpec | None:
-    """The spec of `recipe` or `recipe.NAME`, which is `verl.recipe.NAME` now."""
+    """The spec of `recipe` or `recipe.NAME`, which is `verl.recipe.NAME` now.
+
+    Raises:
+        ModuleNotFoundError: there is no such recipe, or it has no such module.
+    """
     target = MOVED.get(f"verl.{fullname}", f"verl.{fullname}")
     spec = importlib.util.find_spec(target)
     if spec is None:
-        return None
+        recipes = sorted(folder.parent.name for folder in Path(__file__).parents[1].glob("recipe/*/main_*.py"))
+        raise ModuleNotFoundError(_NO_RECIPE.format(fullname, ", ".join(recipes)), name=fullname)
     if spec.submodule_search_locations is not None:
         forwarded = _Empty(lambda name: getattr(importlib.import_module(target), name))
         return importlib.util.spec_from_loader(fullname, forwarded, is_package=True)
