@@ -134,11 +134,7 @@ class _Empty(importlib.abc.Loader):
 
 
 def _former_recipe(fullname: str) -> importlib.machinery.ModuleSpec | None:
-    """The spec of `recipe` or `recipe.NAME`, which is `verl.recipe.NAME` now.
-
-    Raises:
-        ModuleNotFoundError: there is no such recipe, or it has no such module.
-    """
+    """The spec of `recipe` or `recipe.NAME`, which is `verl.recipe.NAME` now. ModuleNotFoundError if there is none."""
     target = MOVED.get(f"verl.{fullname}", f"verl.{fullname}")
     spec = importlib.util.find_spec(target)
     if spec is None:

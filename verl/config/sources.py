@@ -22,8 +22,8 @@ _MOST_VALUES = 100_000
 
 _KEY = re.compile(r"""("[^"]*"|'[^']*')|([{,]\s*[\w./-]+):(?!//|\s)""")
 """In a mapping on the command line, a key whose colon has no space after it; or a quoted string, which stays."""
-_PLAIN_TEXT = re.compile(r"[\w/\\+.$%*@?|:= -]+")
-"""What Hydra reads as text without quotes."""
+_PLAIN_TEXT = re.compile(r"[%*@?][\w/\\+.$%*@?|:= -]*")
+"""What is text for Hydra, and not valid in YAML without quotes."""
 
 REMOVED = "<removed>"
 """The value of a key that `~key` removes from earlier sources."""
