@@ -124,8 +124,7 @@ def test_keys_of_older_releases(override):
 OF_RECIPES = {
     "trainer.spo.enable=true": "single-stream policy optimization is not supported",
     "trainer.gen_cache.use_gen_cache=true": "replaying cached responses is not supported",
-    "+teacher.server_ip=localhost": "use distillation.teacher_models.NAME.model_path, or .server_url",
-    "actor_rollout_ref.teacher.n_server_workers=1": "use distillation.teacher_models.NAME.model_path",
+    "+teacher.server_ip=localhost": "use distillation.teacher_models.NAME.server_url",
     "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=a.b.C": "register an agent loop of your own",
     "+actor_rollout_ref.actor.megatron.override_transformer_config.mtp_num_layers=1": "multi-token prediction",
 }
