@@ -141,10 +141,10 @@ SCRIPTS = {
         data.continuous_token.enable=True data.continuous_token.model_family=qwen3""",
     ),
     "the loss of the entropy recipe, and keys of recipes that select nothing": (
-        ("actor_rollout_ref.actor.policy_loss.kl_cov_ratio", 0.002, 3),
+        ("actor_rollout_ref.actor.policy_loss.kl_cov_ratio", 0.002, 2),
         f"""{KL_LOSS} {MICRO} actor_rollout_ref.actor.loss_mode=kl_cov actor_rollout_ref.actor.kl_cov_ratio=0.002
         actor_rollout_ref.actor.ppo_kl_coef=1 trainer.spo.enable=False trainer.spo.mode=stateful
-        trainer.gen_cache.use_gen_cache=False fault_manager.enable=True trainer.debug=True""",
+        trainer.gen_cache.use_gen_cache=False fault_manager.enable=True trainer.debug=False""",
     ),
     "the keys that are used most": (
         ("actor_rollout_ref.actor.checkpoint.save_contents", ["model", "optimizer", "extra", "hf_model"], 0),

@@ -123,6 +123,7 @@ def test_keys_of_older_releases(override):
 
 OF_RECIPES = {
     "trainer.spo.enable=true": "single-stream policy optimization is not supported",
+    "trainer.debug=true": "use trainer.log_level=debug",
     "trainer.gen_cache.use_gen_cache=true": "replaying cached responses is not supported",
     "+teacher.server_ip=localhost": "use distillation.teacher_models.NAME.server_url",
     "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=a.b.C": "register an agent loop of your own",

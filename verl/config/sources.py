@@ -20,7 +20,7 @@ _FILE = "the configuration file"
 
 _MOST_VALUES = 100_000
 
-_KEY = re.compile(r"""("[^"]*"|'[^']*')|([{,]\s*[\w./-]+):(?!//|\s)""")
+_KEY = re.compile(r"""("[^"]*"|'[^']*')|((?<!\$)[{,]\s*[\w./-]+):(?!//|\s)""")
 """In a mapping on the command line, a key whose colon has no space after it; or a quoted string, which stays."""
 _PLAIN_TEXT = re.compile(r"[%*@?][\w/\\+.$%*@?|:= -]*")
 """What is text for Hydra, and not valid in YAML without quotes."""
