@@ -124,6 +124,28 @@ SCRIPTS = {
         +actor_rollout_ref.model.override_config.max_position_embeddings=32768
         trainer.resume_from_path=checkpoints/x/global_step_20 ray_kwargs.ray_init.num_cpus=32""",
     ),
+    "values in the grammar of Hydra": (
+        (
+            "data.apply_chat_template_kwargs",
+            {"enable_thinking": False, "note": "a, b:c", "url": "http://x:1", "n": 2},
+            0,
+        ),
+        f"""{KL_LOSS} {MICRO} "+data.apply_chat_template_kwargs={{enable_thinking:false,note:'a, b:c',url:http://x:1,n:2}}"
+        trainer.experiment_name=@qwen data.train_files=*.parquet""",
+    ),
+    "a reward model on devices of its own": (
+        ("reward.reward_model.model_path", "Skywork/Reward-8B", 5),
+        f"""{KL_LOSS} {MICRO} reward.reward_model.enable=True reward.reward_model.enable_resource_pool=True
+        reward.reward_model.n_gpus_per_node=8 reward.reward_model.nnodes=2
+        reward.reward_model.model_path=Skywork/Reward-8B reward.reward_model.rollout.name=vllm
+        data.continuous_token.enable=True data.continuous_token.model_family=qwen3""",
+    ),
+    "the loss of the entropy recipe, and keys of recipes that select nothing": (
+        ("actor_rollout_ref.actor.policy_loss.kl_cov_ratio", 0.002, 2),
+        f"""{KL_LOSS} {MICRO} actor_rollout_ref.actor.loss_mode=kl_cov actor_rollout_ref.actor.kl_cov_ratio=0.002
+        actor_rollout_ref.actor.ppo_kl_coef=1 trainer.spo.enable=False trainer.spo.mode=stateful
+        trainer.gen_cache.use_gen_cache=False fault_manager.enable=True trainer.debug=False""",
+    ),
     "the keys that are used most": (
         ("actor_rollout_ref.actor.checkpoint.save_contents", ["model", "optimizer", "extra", "hf_model"], 0),
         f"""{KL_LOSS} {MICRO}

@@ -262,9 +262,10 @@ def test_one_process_is_not_sharded(caplog):
         assert [f"{FSDP_SIZE}=8 has no effect with one process" in text for text in caplog.messages] == [True] * count
 
 
-@pytest.mark.parametrize("value", ["{a:1,b:2}", "{X: a:1,b:2}", "{X: {a:1}}"])
-def test_a_missing_space_after_a_colon_is_named(value):
-    (problem,) = problems(f"reward.reward_kwargs={value}")
+@pytest.mark.parametrize("value", ["{a:1,b:2}", "{X: {a:1}}"])
+def test_a_missing_space_after_a_colon_is_named_in_a_file(value, tmp_path):
+    (tmp_path / "c.yaml").write_text(f"reward: {{reward_kwargs: {value}}}")
+    (problem,) = problems(path=tmp_path / "c.yaml")
     assert "is null: write a space after the colon" in problem
 
 

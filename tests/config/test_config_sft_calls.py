@@ -78,6 +78,12 @@ CALLS = {
      "trainer.balance_batch=true checkpoint.save_contents=[model,optimizer,extra]", {
      "trainer.test_freq": "after_each_epoch", "trainer.save_freq": "after_each_epoch", "data.val_files": [],
      "engine.dtype": "bf16", "optim.lr_scheduler_type": "cosine", }),
+    "Megatron": (
+        "data.train_files=a.parquet data.train_batch_size=64 engine=megatron optim=megatron model=hf_model "
+        "model.path=/m model.use_remove_padding=False engine.use_remove_padding=False engine.use_megatron_fsdp=True "
+        "engine.context_parallel_size=2 +engine.override_transformer_config.cp_comm_type=p2p "
+        "+engine.override_transformer_config.mtp_num_layers=null optim.lr=1e-4 optim.min_lr=1e-5",
+        {"engine.strategy": "megatron", "optim.min_lr_ratio": 0.1}),
 }  # fmt: skip
 
 

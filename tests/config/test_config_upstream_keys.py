@@ -9,7 +9,7 @@ from verl.config import ConfigError, load_config, settings_without_effect, to_fl
 from verl.config.fields import fields_of, unflatten
 from verl.config.public.aliases import RL
 from verl.config.public.upstream import ignored_key, upstream_defaults, upstream_key
-from verl.config.schema import Config, SFTConfig
+from verl.config.schema import Config, GenerationConfig, SFTConfig
 
 UPSTREAM = upstream_defaults()
 
@@ -119,6 +119,48 @@ def test_keys_of_older_releases(override):
     key, value = EARLIER_KEYS[override]
     loaded = to_flat_dict(load_config(overrides=[override]))[key]
     assert loaded == value or key == "trainer.default_local_dir"
+
+
+OF_RECIPES = {
+    "trainer.spo.enable=true": "single-stream policy optimization is not supported",
+    "trainer.debug=true": "use trainer.log_level=debug",
+    "trainer.gen_cache.use_gen_cache=true": "replaying cached responses is not supported",
+    "+teacher.server_ip=localhost": "use distillation.teacher_models.NAME.server_url",
+    "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=a.b.C": "register an agent loop of your own",
+    "+actor_rollout_ref.actor.megatron.override_transformer_config.mtp_num_layers=1": "multi-token prediction",
+}
+
+
+@pytest.mark.parametrize("override", OF_RECIPES)
+def test_a_feature_of_a_recipe_is_refused_by_name(override):
+    with pytest.raises(ConfigError) as error:
+        load_config(overrides=["trainer.device=auto", override])
+    (problem,) = error.value.problems
+    assert problem.key == override.lstrip("+").partition("=")[0] and OF_RECIPES[override] in problem.message
+
+
+def test_generation_with_the_sections_of_training():
+    """As the scripts of main_generation_server write it."""
+    policy, rollout = "actor_rollout_ref.model.", "actor_rollout_ref.rollout."
+    keys = ["data.train_files=gsm8k.parquet", "+data.output_path=o.parquet", f"{policy}path=org/model", f"{rollout}n=3"]
+    keys += [
+        f"{rollout}temperature=0.5",
+        f"{rollout}top_k=50",
+        f"{rollout}response_length=1024",
+        f"{rollout}name=native",
+    ]
+    config = load_config(overrides=[*keys, f"{rollout}prompt_length=2048"], schema=GenerationConfig)
+    assert (config.data.path, config.data.n_samples, config.model.path) == (["gsm8k.parquet"], 3, "org/model")
+    assert (config.rollout.temperature, config.rollout.top_k, config.rollout.response_length) == (0.5, 50, 1024)
+
+
+def test_one_frequency_of_validation_under_two_names():
+    """Scripts of the fully asynchronous trainer set both; validation is every 5 weight syncs, of 4 steps each."""
+    synced = ["async_training.trigger_parameter_sync_step=4", "rollout.test_freq=5", "placement=auto"]
+    synced += ["trainer.n_gpus_per_node=2"]
+    assert load_config(overrides=[*synced, "trainer.test_freq=5"]).trainer.test_freq == 20
+    with pytest.raises(ConfigError, match="set twice with different values"):
+        load_config(overrides=[*synced, "trainer.test_freq=7"])
 
 
 def test_no_processes_is_one_problem():

@@ -34,6 +34,10 @@ _TABLES = (Path(__file__).parent / "published.toml").read_text(encoding="utf-8")
 
 #: the modules of `published`, known without parsing its tables
 _MODULES = frozenset(re.findall(r'^\["(.+)"\]$', _TABLES, re.MULTILINE))
+_NO_RECIPE = (
+    "{} does not exist here. The recipes are {}; one that adds only settings, rewards or agent loops runs with "
+    "`python -m verl.trainer.main_ppo` (docs/migrate_from_verl.md)"
+)
 
 ANY = "*"
 """Entry of a module for all names that it does not list."""
@@ -149,11 +153,12 @@ class _Empty(importlib.abc.Loader):
 
 
 def _former_recipe(fullname: str) -> importlib.machinery.ModuleSpec | None:
-    """The spec of `recipe` or `recipe.NAME`, which is `verl.recipe.NAME` now."""
+    """The spec of `recipe` or `recipe.NAME`, which is `verl.recipe.NAME` now. ModuleNotFoundError if there is none."""
     target = MOVED.get(f"verl.{fullname}", f"verl.{fullname}")
     spec = importlib.util.find_spec(target)
     if spec is None:
-        return None
+        recipes = sorted(folder.parent.name for folder in Path(__file__).parents[1].glob("recipe/*/main_*.py"))
+        raise ModuleNotFoundError(_NO_RECIPE.format(fullname, ", ".join(recipes)), name=fullname)
     if spec.submodule_search_locations is not None:
         forwarded = _Empty(lambda name: getattr(importlib.import_module(target), name))
         return importlib.util.spec_from_loader(fullname, forwarded, is_package=True)

@@ -20,6 +20,11 @@ _FILE = "the configuration file"
 
 _MOST_VALUES = 100_000
 
+_KEY = re.compile(r"""("[^"]*"|'[^']*')|((?<!\$)[{,]\s*[\w./-]+):(?!//|\s)""")
+"""In a mapping on the command line, a key whose colon has no space after it; or a quoted string, which stays."""
+_PLAIN_TEXT = re.compile(r"[%*@?][\w/\\+.$%*@?|:= -]*")
+"""What is text for Hydra, and not valid in YAML without quotes."""
+
 REMOVED = "<removed>"
 """The value of a key that `~key` removes from earlier sources."""
 
@@ -68,6 +73,17 @@ def _read(text: str) -> Any:
         raise
     except ValueError as error:  # a number of more than 4,300 digits
         raise yaml.YAMLError(str(error)) from error
+
+
+def _read_override(text: str) -> Any:
+    """A value of the command line. As in Hydra, {a:1} needs no space, and @file and *.parquet no quotes."""
+    try:
+        return _read(text)
+    except yaml.YAMLError:
+        spaced = _KEY.sub(lambda match: match[1] or f"{match[2]}: ", text)
+        if spaced == text and not _PLAIN_TEXT.fullmatch(text):
+            raise
+        return text if spaced == text else _read(spaced)
 
 
 def _check_size(value: Any) -> None:
@@ -204,7 +220,7 @@ def read_overrides(overrides: "Overrides") -> tuple[Layer, list[Problem], list[s
             problems.append(Problem(override, message, location))
         else:
             try:
-                value = _read(text)
+                value = _read_override(text)
             except (yaml.YAMLError, OmegaConfBaseException) as error:
                 reason = str(error).splitlines()[0]
                 message = f"the value is not valid YAML ({reason}); quote special characters: {name}='\"...\"'"

@@ -221,6 +221,11 @@ def _steps(key: str) -> Computed:
     return lambda value, lookup: {key: -1 if value is False else value}
 
 
+def _test_freq(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """Scripts of the fully asynchronous trainer set the same number here and in `rollout.test_freq`, which it reads."""
+    return {} if lookup("rollout.test_freq") == value else _steps("trainer.test_freq")(value, lookup)
+
+
 def _same(key: str) -> Computed:
     """Another name of a key, for which null means the default."""
     return lambda value, lookup: {key: value}
@@ -272,7 +277,7 @@ _COMPUTED = {
     "trainer.remove_previous_ckpt_in_save": _if_true(
         {"trainer.max_actor_ckpt_to_keep": 1, "trainer.max_critic_ckpt_to_keep": 1}
     ),
-    "trainer.test_freq": _steps("trainer.test_freq"),
+    "trainer.test_freq": _test_freq,
     "trainer.save_freq": _steps("trainer.save_freq"),
     "trainer.v1.separate_async.num_warmup_batches": _handled_elsewhere,
     "data.batch_size_per_gpu": lambda value, lookup: {"data.train_batch_size": _int(value) * _world_size(lookup)},
@@ -332,6 +337,7 @@ def _cpu_offload(value: Any, lookup: Lookup) -> dict[str, Any]:
 _OF_MEGATRON_SFT = (
     *(*_PARALLEL, "grad_offload", "seed", "override_transformer_config.*", "offload.*", "qat.*"),
     *("use_mbridge", "vanilla_mbridge", "use_dist_checkpointing", "dist_checkpointing_path", "use_megatron_fsdp"),
+    *("use_remove_padding", "pad_bshd_to_minibatch_max"),
     *("override_ddp_config.*", "override_mcore_model_config.*", "dynamic_context_parallel"),
 )
 
@@ -355,7 +361,7 @@ SFT = Aliases(
     },
 )
 
-OFFLINE = Aliases(deprecated=_TABLES["eval"]["deprecated"])
+OFFLINE = Aliases(_TABLES["generation"]["short"], _TABLES["eval"]["deprecated"])
 
 #: evaluation accepts the old name of the reward function without a warning
 EVAL = Aliases(**_TABLES["eval"])

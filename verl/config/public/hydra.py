@@ -22,8 +22,8 @@ _SELF = "_self_"
 
 #: the override that selects a configuration of public verl: the empty group
 CONFIGURATION = "@"
-#: the folder of public verl's configurations, beside its programs
-_BUILT_IN_FOLDER = Path("config")
+#: the folder of public verl's configurations, which scripts name relative to its programs
+_BUILT_IN_FOLDER = "verl/trainer/config"
 
 
 def find_config(name: str | None, directories: list[str]) -> Path | None:
@@ -38,7 +38,8 @@ def find_config(name: str | None, directories: list[str]) -> Path | None:
     config_name = name or "ppo_trainer"
     path = _find(config_name, [expanded(directory) for directory in directories])
     known = (*upstream_configs(), *upstream_selections()[""])
-    of_public_verl = all(Path(folder) == _BUILT_IN_FOLDER for folder in directories) and not _BUILT_IN_FOLDER.exists()
+    of_public_verl = all(f"verl/trainer/{Path(folder)}".endswith(_BUILT_IN_FOLDER) for folder in directories)
+    of_public_verl &= not any(map(os.path.exists, directories))
     built_in = name or of_public_verl
     if path or (config_name.removesuffix(".yaml") in known and built_in):
         return path
