@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from verl.rollout.request import PromptLogProbs, TopLogProbs
 from verl.server.protocol import ApiError, Call, read_call
 from verl.server.service import Choice, Conversation, Delta, Generator, Running, ServedModel, SingleCall
 
@@ -41,11 +42,16 @@ async def full_body(running: Running) -> dict[str, Any]:
             entry["message"] = {"refusal": None, **choice.message}
         else:
             entry["text"] = running.echo(choice.index) + choice.content
-        ids = choice.completion.token_ids
-        entry["logprobs"] = _log_probs(running, ids, choice.completion.log_probs, 0) if call.logprobs else None
-        entries.append(entry | _own_fields(running, choice, ids))
+        completion = choice.completion
+        values = completion.token_ids, completion.log_probs, completion.top_log_probs
+        if call.echo and call.logprobs is not None:
+            values = _with_prompt(choice, call.top_logprobs)
+        entry["logprobs"] = _log_probs(running, *values, 0)
+        entry |= _own_fields(running, choice, completion.token_ids)
+        entries.append(entry if call.is_chat else entry | _prompt_log_probs(running, choice))
     object_type = "chat.completion" if call.is_chat else "text_completion"
-    return {**_head(running, object_type), "choices": entries, "usage": _usage(running, choices)}
+    body = {**_head(running, object_type), "choices": entries, "usage": _usage(running, choices)}
+    return body | _prompt_log_probs(running, choices[0]) if call.is_chat else body
 
 
 async def chunks(running: Running) -> AsyncIterator[dict[str, Any]]:
@@ -87,8 +93,7 @@ def _chunk_choice(running: Running, delta: Delta, offset: int) -> dict[str, Any]
         )
     else:
         entry["delta"] = {"content": delta.text} if delta.text else {}
-    log_probs = _log_probs(running, delta.token_ids, delta.log_probs, offset) if call.logprobs else None
-    entry["logprobs"] = log_probs
+    entry["logprobs"] = _log_probs(running, delta.token_ids, delta.log_probs, delta.top_log_probs, offset)
     if choice is not None:
         return entry | _own_fields(running, choice, delta.token_ids)
     return entry | ({"token_ids": delta.token_ids} if call.return_token_ids else {})
@@ -112,22 +117,60 @@ def _usage(running: Running, choices: Iterable[Choice]) -> dict[str, int]:
     return {"prompt_tokens": prompts, "completion_tokens": sampled, "total_tokens": prompts + sampled}
 
 
-def _log_probs(running: Running, token_ids: Sequence[int], log_probs: Sequence[float], offset: int) -> dict[str, Any]:
-    """The log-probs of tokens in OpenAI's form. offset: number of characters of the response before them."""
-    tokenizer = running.model.tokenizer
-    texts = [tokenizer.decode([token]) for token in token_ids]
-    if running.call.is_chat:
-        content = [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in zip(texts, log_probs, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+def _log_probs(
+    running: Running,
+    token_ids: Sequence[int],
+    log_probs: Sequence[float | None],
+    top: Sequence[TopLogProbs | None] | None,
+    offset: int,
+) -> dict[str, Any] | None:
+    """The log-probs of tokens in OpenAI's form; None without `logprobs`. offset: number of characters before them."""
+    call, decode = running.call, running.model.tokenizer.decode
+    if call.logprobs is None:
+        return None
+    texts = [decode([token]) for token in token_ids]
+    if call.is_chat:
+
+        def entry(text: str, value: float) -> dict[str, Any]:
+            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+        best = [[entry(decode([token]), value) for token, value in each] for each in top or [()] * len(texts)]
+        every = zip(texts, log_probs, best, strict=True)
+        return {"content": [entry(*each) | {"top_logprobs": others} for *each, others in every], "refusal": None}
+    best = None
+    if top is not None:  # with the sampled token; of tokens with the same text the most probable one
+        every = zip(token_ids, log_probs, top, strict=True)
+        both = [each and [*each, (token, value)] for token, value, each in every]
+        texts_of = [each and {decode([token]): value for token, value in reversed(each)} for each in both]
+        best = [each and dict(sorted(each.items(), key=lambda entry: -entry[1])) for each in texts_of]
     return {
         "tokens": texts,
         "token_logprobs": list(log_probs),
-        "top_logprobs": None,
+        "top_logprobs": best,
         "text_offset": [offset + position for position in accumulate(map(len, texts[:-1]), initial=0)][: len(texts)],
     }
+
+
+def _with_prompt(choice: Choice, count: int) -> tuple[list[int], list[float | None], list[TopLogProbs | None] | None]:
+    """Tokens, log-probs and top log-probs of the prompt and the response."""
+    prompt, completion = choice.completion.prompt_log_probs, choice.completion
+    log_probs = [each and each[0][1] for each in prompt] + completion.log_probs
+    best = [each and sorted((e[:2] for e in each if e[2] <= count), key=lambda e: -e[1]) for each in prompt]
+    top = [*best, *(completion.top_log_probs or ())] if count else None
+    return choice.request.prompt_ids + completion.token_ids, log_probs, top
+
+
+def _prompt_log_probs(running: Running, choice: Choice) -> dict[str, Any]:
+    """The log-probs of a prompt in vLLM's form; empty without `prompt_logprobs`."""
+    if running.call.prompt_logprobs is None:
+        return {}
+    decode, count = running.model.tokenizer.decode, running.call.prompt_logprobs
+
+    def entries(each: PromptLogProbs) -> dict[str, dict[str, Any]]:
+        kept = [each[0], *(entry for entry in each[1:] if entry[2] <= count)]
+        return {str(i): {"logprob": value, "rank": rank, "decoded_token": decode([i])} for i, value, rank in kept}
+
+    return {"prompt_logprobs": [each and entries(each) for each in choice.completion.prompt_log_probs]}
 
 
 # ---- the application ------------------------------------------------------------------------------------------------

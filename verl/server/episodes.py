@@ -130,6 +130,8 @@ class Episode:
                 raise ApiError(409, "another call of this episode is running: wait for it", code="episode_busy")
             if call.n > 1:
                 raise unsupported("n", "n: expected 1 within an episode")
+            if call.prompt_logprobs is not None:
+                raise unsupported("prompt_logprobs", "prompt_logprobs is not supported within an episode")
             sampling = call.sampling | {"seed": call.seed}
             log_ignored_sampling(sampling, {name: getattr(self.prompt.params, name) for name in sampling})
             pending = self._continue(call)
@@ -202,7 +204,7 @@ class Episode:
                 code="context_length_exceeded",
             )
         request = trajectory.next_request()
-        params = replace(request.params, max_tokens=min(remaining, call.max_tokens or remaining))
+        params = replace(request.params, max_tokens=min(remaining, call.max_tokens or remaining), **call.scores)
         params = self.model.with_stops(call, params)
         # conversations of one episode must not have the same random numbers
         index = len(self.conversations) - (pending.conversation in self.conversations)

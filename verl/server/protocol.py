@@ -31,6 +31,8 @@ logger = logging.getLogger("verl.server")
 
 #: choices per prompt, and prompts per call
 MAX_CHOICES = 128
+#: log-probs of the most probable tokens per token of a response, and of a prompt
+MAX_TOP_LOGPROBS, MAX_PROMPT_LOGPROBS = 20, 1024
 
 #: parameters that concern accounts, caches or speed, and do not change the result
 _IGNORED = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
@@ -49,7 +51,6 @@ _OFF: dict[str, list[Any]] = {
     "best_of": [1],
     "suffix": [""],
     "verbosity": ["medium"],
-    "top_logprobs": [0],
     "modalities": [["text"]],
     "use_beam_search": [False],
     "skip_special_tokens": [True],
@@ -109,7 +110,9 @@ class Call(BaseModel):
         seed: determines the random numbers; None: a new seed.
         stop, stop_token_ids: strings and tokens that end a response, in addition to the model's end tokens.
         return_token_ids: return the token ids of prompt and response.
-        logprobs: return the log-prob of each sampled token.
+        logprobs: not None: return the log-prob of each sampled token.
+        top_logprobs: also those of the most probable tokens in its place.
+        prompt_logprobs: return log-probs of the tokens of the prompt and of this many in the place of each.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -129,6 +132,22 @@ class Call(BaseModel):
     stream: StrictBool = False
     stream_options: _StreamOptions = _StreamOptions()
     return_token_ids: StrictBool = False
+    prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_PROMPT_LOGPROBS)] | None = None
+
+    @property
+    def scores(self) -> dict[str, int]:
+        """The log-probs that are asked for beside those of the sampled tokens, by their names in `SamplingParams`."""
+        top, prompt = self.top_logprobs, self.prompt_logprobs
+        if self.echo and self.logprobs is not None:
+            prompt = max(top, prompt or 0)
+        return ({"top_logprobs": top} if top else {}) | ({} if prompt is None else {"prompt_logprobs": prompt})
+
+    @model_validator(mode="after")
+    def _check_scores(self) -> "Call":
+        name = "prompt_logprobs" if self.prompt_logprobs is not None else "echo"
+        if self.stream and "prompt_logprobs" in self.scores:
+            raise unsupported(name, f"{name}: log-probs of the prompt are not supported with stream=true: use false")
+        return self
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -178,7 +197,8 @@ class ChatCall(Call):
 
     messages: Annotated[list[_Message], Field(min_length=1), AfterValidator(_read_messages)]
     max_completion_tokens: _Count | None = None
-    logprobs: StrictBool = False
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_TOP_LOGPROBS)] = 0
     tools: list[Annotated[dict[str, Any], AfterValidator(check_tool)]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: StrictBool = True
@@ -199,19 +219,13 @@ class ChatCall(Call):
             )
         if self.reasoning_effort is not None:  # templates with levels of reasoning read it
             self.template_kwargs = {"reasoning_effort": self.reasoning_effort} | self.template_kwargs
+        if self.top_logprobs and not self.logprobs:
+            problem = f"top_logprobs={self.top_logprobs} needs logprobs=true, found {json.dumps(self.logprobs)}"
+            raise ApiError(400, problem, param="top_logprobs", code="invalid_value")
+        self.logprobs = self.logprobs or None
         self.max_tokens = self.max_completion_tokens or self.max_tokens
         self.tools = None if self.tool_choice == "none" else self.tools or None
         return self
-
-
-def _check_logprobs(logprobs: int) -> bool:
-    if logprobs > 1:
-        raise unsupported(
-            "logprobs",
-            f"logprobs={logprobs} is not supported: the engine gives the log-prob of the sampled token, which "
-            "logprobs=0 and logprobs=1 return",
-        )
-    return True
 
 
 class CompletionCall(Call):
@@ -220,7 +234,7 @@ class CompletionCall(Call):
     Attributes:
         prompts: texts or token ids.
         echo: the text starts with the prompt.
-        logprobs: 0 or 1 (which clients send for "the sampled token"): `top_logprobs` is null.
+        logprobs: the number of most probable tokens; 0: `top_logprobs` is null.
     """
 
     is_chat = False
@@ -229,7 +243,11 @@ class CompletionCall(Call):
     echo: StrictBool = False
 
     prompt: _Text | list[_Text] | list[StrictInt] | list[list[StrictInt]]
-    logprobs: Annotated[int, Field(strict=True, ge=0), AfterValidator(_check_logprobs)] = False
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @property
+    def top_logprobs(self) -> int:
+        return self.logprobs or 0
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -238,8 +256,6 @@ class CompletionCall(Call):
 
     @model_validator(mode="after")
     def _check(self) -> "CompletionCall":
-        if self.echo and self.logprobs:
-            raise unsupported("echo", "echo=true with logprobs is not supported: the engine scores no prompts")
         if not self.prompts or not all(self.prompts):
             raise ApiError(400, "prompt: expected at least one token, found an empty prompt", param="prompt")
         if (count := len(self.prompts)) > MAX_CHOICES:
@@ -271,10 +287,8 @@ def _without_switched_off(body: Mapping[str, Any], schema: type[Call]) -> dict[s
             supported[name] = value
         elif name in _OFF:
             if value not in _OFF[name]:
-                logprobs = " (the engine gives the log-prob of the sampled token: logprobs=true)"
-                hint = logprobs if name == "top_logprobs" else ""
                 fix = f"leave it out, or set it to {json.dumps(_OFF[name][0])}"
-                raise unsupported(name, f"{name}={json.dumps(value)[:80]} is not supported{hint}: {fix}")
+                raise unsupported(name, f"{name}={json.dumps(value)[:80]} is not supported: {fix}")
         else:
             raise unsupported(name, f"the parameter {name!r} is not supported")
     return supported

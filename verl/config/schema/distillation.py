@@ -18,6 +18,7 @@ class TeacherConfig(Section):
     server_url: str | None = field(
         None, "OpenAI-compatible server with prompt_logprobs, such as http://host:8000/v1; null: a local model"
     )
+    api_key: str | None = field(None, "token of the server, such as ${oc.env:TEACHER_API_KEY}; null: none")
     trust_remote_code: bool = field(False, "run the Python code that comes with the model")
 
     @property

@@ -18,8 +18,8 @@ from verl.rollout.native.cuda_decoder import CHUNK, CudaDecoder, bucket_of, uplo
 from verl.rollout.native.scheduler import Row
 from verl.rollout.native.triton_kernels import BLOCK_SIZE
 from verl.rollout.native.vision import PromptImages
-from verl.rollout.request import Completion, SamplingParams
-from verl.rollout.sampling import check_finite, uniform
+from verl.rollout.request import Completion, SamplingParams, TopLogProbs
+from verl.rollout.sampling import check_finite, read_top, uniform
 
 _LINES_READ = 2048  # output lines that are copied to the host at once
 
@@ -142,6 +142,7 @@ class PagedScheduler:
         self.free_blocks = list(range(self.buffers.blocks))
         self.slots: list[Sample | None] = []
         self.finished: list[Sample] = []
+        self.buffers.allocate_top(min(params.top_logprobs, decoder.decoder.vocab_size))
         self.stops = params.active_stop_ids
         self.has_stop_strings = False
         self.buffers.is_stop.zero_()
@@ -213,7 +214,7 @@ class PagedScheduler:
         self.free_lines += [sample.line for sample in samples]
         return completions
 
-    def sampled(self, since: Mapping[int, int]) -> list[tuple[Row, list[int], list[float]]]:
+    def sampled(self, since: Mapping[int, int]) -> list[tuple]:
         """See `SlotScheduler.sampled`. Waits for the launched steps."""
         tokens, steps = [], self.buffers.state[triton_kernels.STEP, : len(self.slots)].tolist()
         for sample, step in zip(self.slots, steps):
@@ -222,7 +223,8 @@ class PagedScheduler:
             first, end = since.get(sample.row.index, step), step if sample.row.stop is None else len(sample.tokens)
             if first < end:
                 new = sample.line, slice(first, end)
-                tokens.append((sample.row, self.tokens[new].tolist(), self.log_probs[new].tolist()))
+                top = [self._top(sample, first, end)] if self.params.top_logprobs else []
+                tokens.append((sample.row, self.tokens[new].tolist(), self.log_probs[new].tolist(), *top))
         return tokens
 
     # ---- steps --------------------------------------------------------------------------------------------------
@@ -430,8 +432,15 @@ class PagedScheduler:
             check_finite(torch.tensor([torch.nan]), [row.index], [row.sample_id])
         cut = "length" if end == row.limit else "abort"
         completion = Completion(tokens[:end].tolist(), log_probs[:end].tolist(), "stop" if stopped else cut)
+        if self.params.top_logprobs:
+            completion.top_log_probs = self._top(sample, 0, end)
         if self.decoder.records:
             out = sample.line * self.line_width
             choices = self.buffers.routed_experts[out : out + max(0, end - 1)]
             completion.routed_experts = torch.cat((sample.group.routed_experts, choices)).cpu().numpy()
         return completion
+
+    def _top(self, sample: Sample, first: int, end: int) -> list[TopLogProbs]:
+        """`Completion.top_log_probs` of the tokens first .. end - 1."""
+        out = sample.line * self.line_width
+        return read_top(self.buffers.top[out + first : out + end])

@@ -1,0 +1,42 @@
+"""Log-probs of the tokens of a prompt, computed by the forward pass of a model of transformers."""
+
+import torch
+from torch import nn
+
+from verl.modeling.huggingface import LMHead, trunk_of
+from verl.modeling.vision import attention_of
+from verl.rollout.request import PromptLogProbs
+
+#: logits that are computed at once
+_CHUNK_ELEMENTS = 2**26
+
+
+@torch.no_grad()
+def prompt_log_probs(module: nn.Module, prompt_ids: list[int], count: int) -> list[PromptLogProbs | None]:
+    """`Completion.prompt_log_probs` of a prompt: each token, then the `count` most probable ones in its place.
+
+    Args:
+        module: a causal language model, unsharded, in evaluation mode.
+        prompt_ids: text tokens.
+        count: K; more than the vocabulary has: all of it.
+    """
+    attention = attention_of(module.config)
+    module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")
+    try:
+        ids = torch.tensor(prompt_ids, device=module.device)
+        states, head = trunk_of(module)(input_ids=ids[None], use_cache=False)[0][0], LMHead(module)
+        vocab_size = module.config.get_text_config().vocab_size
+        rows, entries = max(1, _CHUNK_ELEMENTS // vocab_size), [None]
+        for start in range(0, len(ids) - 1, rows):
+            targets = ids[start + 1 : start + 1 + rows, None]
+            log_probs = head(states[start : start + len(targets)]).float().log_softmax(-1)
+            values, tokens = log_probs.topk(min(count, log_probs.shape[-1]))
+            own = log_probs.gather(1, targets)
+            ranks = (log_probs > own).sum(-1, keepdim=True) + 1
+            every = zip(targets.tolist(), own.tolist(), ranks.tolist(), tokens.tolist(), values.tolist())
+            for (target,), (value,), (rank,), best, best_values in every:
+                top = zip(best, best_values, range(1, 1 + len(best)))
+                entries.append([(target, value, rank), *(entry for entry in top if entry[0] != target)])
+        return entries
+    finally:
+        module.set_attn_implementation(attention)
