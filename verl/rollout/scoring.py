@@ -13,7 +13,7 @@ _CHUNK_ELEMENTS = 2**26
 
 @torch.no_grad()
 def prompt_log_probs(module: nn.Module, prompt_ids: list[int], count: int) -> list[PromptLogProbs | None]:
-    """`Completion.prompt_log_probs` of a prompt: each token, then the `count` most probable ones in its place.
+    """`Completion.prompt_log_probs` of a prompt: of each token, then of the `count` most probable ones in its place.
 
     Args:
         module: a causal language model, unsharded, in evaluation mode.
@@ -33,10 +33,9 @@ def prompt_log_probs(module: nn.Module, prompt_ids: list[int], count: int) -> li
             values, tokens = log_probs.topk(min(count, log_probs.shape[-1]))
             own = log_probs.gather(1, targets)
             ranks = (log_probs > own).sum(-1, keepdim=True) + 1
-            every = zip(targets.tolist(), own.tolist(), ranks.tolist(), tokens.tolist(), values.tolist())
-            for (target,), (value,), (rank,), best, best_values in every:
-                top = zip(best, best_values, range(1, 1 + len(best)))
-                entries.append([(target, value, rank), *(entry for entry in top if entry[0] != target)])
+            best = torch.arange(1, 1 + tokens.shape[1], device=ids.device).expand_as(tokens)
+            columns = (targets, tokens), (own, values), (ranks, best)
+            entries += [list(zip(*row)) for row in zip(*(torch.cat(column, 1).tolist() for column in columns))]
         return entries
     finally:
         module.set_attn_implementation(attention)

@@ -59,14 +59,10 @@ async def chunks(running: Running) -> AsyncIterator[dict[str, Any]]:
     call = running.call
     object_type = "chat.completion.chunk" if call.is_chat else "text_completion"
     head, usage = _head(running, object_type), {"usage": None} if call.stream_options.include_usage else {}
-    if call.is_chat:
-        for index in range(len(running.requests)):
-            first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            yield {**head, "choices": [first], **usage}
-    elif call.echo:
-        for index in range(len(running.requests)):
-            first = {"index": index, "text": running.echo(index), "logprobs": None, "finish_reason": None}
-            yield {**head, "choices": [first], **usage}
+    for index in range(len(running.requests)) if call.is_chat or call.echo else ():
+        start = {"text": running.echo(index), "logprobs": None}
+        start = {"delta": {"role": "assistant", "content": ""}} if call.is_chat else start
+        yield {**head, "choices": [{"index": index, **start, "finish_reason": None}], **usage}
     choices: list[Choice] = []
     characters = [0] * len(running.requests)
     async with aclosing(running.deltas(progress=call.tools is None)) as deltas:
@@ -155,7 +151,7 @@ def _with_prompt(choice: Choice, count: int) -> tuple[list[int], list[float | No
     """Tokens, log-probs and top log-probs of the prompt and the response."""
     prompt, completion = choice.completion.prompt_log_probs, choice.completion
     log_probs = [each and each[0][1] for each in prompt] + completion.log_probs
-    best = [each and sorted((e[:2] for e in each if e[2] <= count), key=lambda e: -e[1]) for each in prompt]
+    best = [each and [entry[:2] for entry in each[1 : 1 + count]] for each in prompt]
     top = [*best, *(completion.top_log_probs or ())] if count else None
     return choice.request.prompt_ids + completion.token_ids, log_probs, top
 
@@ -167,7 +163,7 @@ def _prompt_log_probs(running: Running, choice: Choice) -> dict[str, Any]:
     decode, count = running.model.tokenizer.decode, running.call.prompt_logprobs
 
     def entries(each: PromptLogProbs) -> dict[str, dict[str, Any]]:
-        kept = [each[0], *(entry for entry in each[1:] if entry[2] <= count)]
+        kept = each[: 1 + count]
         return {str(i): {"logprob": value, "rank": rank, "decoded_token": decode([i])} for i, value, rank in kept}
 
     return {"prompt_logprobs": [each and entries(each) for each in choice.completion.prompt_log_probs]}
@@ -208,21 +204,13 @@ def make_app(
         cors_origins: origins of web pages that may use the server ("*": all); none by default.
     """
     routes = _Routes(model, generator, max_body, find_episode)
-    chat = partial(routes.respond, is_chat=True)
     paths = [Route("/health", routes.health)]
+    for base, users in (("/v1", generator), ("/episodes/{episode}/v1", find_episode)):
+        if users is not None:
+            paths += [Route(base + "/models", routes.models), Route(base + "/models/{name:path}", routes.model_info)]
+            paths.append(Route(base + "/chat/completions", partial(routes.respond, is_chat=True), methods=["POST"]))
     if generator is not None:
-        paths += [
-            Route("/v1/models", routes.models),
-            Route("/v1/models/{name:path}", routes.model_info),
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/completions", partial(routes.respond, is_chat=False), methods=["POST"]),
-        ]
-    if find_episode is not None:
-        paths += [
-            Route("/episodes/{episode}/v1/models", routes.models),
-            Route("/episodes/{episode}/v1/models/{name:path}", routes.model_info),
-            Route("/episodes/{episode}/v1/chat/completions", chat, methods=["POST"]),
-        ]
+        paths.append(Route("/v1/completions", partial(routes.respond, is_chat=False), methods=["POST"]))
     app = Starlette(routes=paths, exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error})
     app.add_middleware(_Authentication, api_key=api_key)
     if cors_origins:  # outermost: browsers send no token with the request that asks for permission
@@ -256,22 +244,20 @@ class _Routes:
         }
 
     async def respond(self, request: Request, is_chat: bool) -> Response:
+        running = None
         try:
             body, size = await _read_json(request, self.max_body)
             running = await self._start(read_call(is_chat, body), size, request)
-        except ClientDisconnect:
-            logger.info("a client has disconnected before its call was started")
-            return Response(status_code=499)
-        if running.call.stream:
-            return _EventStream(running)
-        try:
+            if running.call.stream:
+                return _EventStream(running)
             return JSONResponse(await _unless_disconnected(request.receive, full_body(running)))
-        except ApiError:
-            raise
         except ClientDisconnect:
-            logger.info("%s: the client has disconnected: aborted", running.call.call_id)
+            call = f"{running.call.call_id}: aborted: the" if running else "a"
+            logger.info("%s client has disconnected%s", call, "" if running else " before its call was started")
             return Response(status_code=499)
         except Exception as error:
+            if running is None or isinstance(error, ApiError):
+                raise
             raise _engine_error(running.call.call_id, error) from error
 
     async def _start(self, call: Call, size: int, request: Request) -> Running:
@@ -327,10 +313,9 @@ class _EventStream(StreamingResponse):
             async with aclosing(chunks(self.running)) as stream:
                 async for chunk in stream:
                     yield f"data: {json.dumps(chunk)}\n\n"
-        except ApiError as error:
-            yield f"data: {json.dumps(error.body())}\n\n"
         except Exception as error:
-            yield f"data: {json.dumps(_engine_error(self.running.call.call_id, error).body())}\n\n"
+            known = error if isinstance(error, ApiError) else _engine_error(self.running.call.call_id, error)
+            yield f"data: {json.dumps(known.body())}\n\n"
         yield "data: [DONE]\n\n"
 
 

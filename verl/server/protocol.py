@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -42,20 +42,13 @@ _IGNORED_IN_MESSAGES = {"cache_control", "prompt_cache_breakpoint", "annotations
 #: names of `_IGNORED` that a note was logged for
 _noted: set[str] = set()
 #: parameters that are accepted only with a value that disables them; null always does
-_OFF: dict[str, list[Any]] = {
-    "frequency_penalty": [0],
-    "presence_penalty": [0],
-    "repetition_penalty": [1],
-    "logit_bias": [{}],
-    "response_format": [{"type": "text"}],
-    "best_of": [1],
-    "suffix": [""],
-    "verbosity": ["medium"],
-    "modalities": [["text"]],
-    "use_beam_search": [False],
-    "skip_special_tokens": [True],
-    "include_stop_str_in_output": [False],
-}
+_OFF: dict[str, Any] = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "length_penalty": 1}
+_OFF |= {"logit_bias": {}, "bad_words": [], "logits_processors": [], "vllm_xargs": {}, "min_tokens": 0, "best_of": 1}
+_OFF |= {"response_format": {"type": "text"}, "modalities": ["text"], "verbosity": "medium", "suffix": ""}
+_OFF |= {"use_beam_search": False, "early_stopping": False, "include_stop_str_in_output": False, "detokenize": True}
+_OFF |= {"skip_special_tokens": True, "spaces_between_special_tokens": True, "include_reasoning": True}
+_OFF |= {"add_generation_prompt": True, "continue_final_message": False, "return_tokens_as_token_ids": False}
+_OFF |= {"functions": [], "function_call": "none"}
 #: arguments of the tokenizer's method. A template of a client could compute for ever
 _RESERVED = {"chat_template", "conversation", "tools", "tokenize", "add_generation_prompt", "continue_final_message"}
 _RESERVED |= {"return_dict", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs"}
@@ -81,6 +74,11 @@ def unsupported(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
+def invalid(param: str | None, message: str) -> ApiError:
+    """The error of a value that is wrong."""
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
 # ---- what a body may contain ----------------------------------------------------------------------------------------
 
 _Number = Annotated[float, Field(strict=True)]
@@ -98,6 +96,7 @@ class _StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
     include_usage: StrictBool = False
     include_obfuscation: StrictBool = False  # without effect: chunks are not padded
+    continuous_usage_stats: Literal[False] = False
 
 
 class Call(BaseModel):
@@ -211,17 +210,12 @@ class ChatCall(Call):
             choice = json.dumps(self.tool_choice)[:80]
             raise unsupported("tool_choice", f"tool_choice={choice} is not supported: expected auto or none")
         if reserved := sorted(_RESERVED & self.template_kwargs.keys()):
-            raise ApiError(
-                400,
-                f"chat_template_kwargs: {reserved[0]!r} is not an argument of the chat template: leave it out",
-                param="chat_template_kwargs",
-                code="invalid_value",
-            )
+            problem = f"{reserved[0]!r} is not an argument of the chat template: leave it out"
+            raise invalid("chat_template_kwargs", f"chat_template_kwargs: {problem}")
         if self.reasoning_effort is not None:  # templates with levels of reasoning read it
             self.template_kwargs = {"reasoning_effort": self.reasoning_effort} | self.template_kwargs
         if self.top_logprobs and not self.logprobs:
-            problem = f"top_logprobs={self.top_logprobs} needs logprobs=true, found {json.dumps(self.logprobs)}"
-            raise ApiError(400, problem, param="top_logprobs", code="invalid_value")
+            raise invalid("top_logprobs", f"top_logprobs needs logprobs=true, found {json.dumps(self.logprobs)}")
         self.logprobs = self.logprobs or None
         self.max_tokens = self.max_completion_tokens or self.max_tokens
         self.tools = None if self.tool_choice == "none" else self.tools or None
@@ -286,8 +280,8 @@ def _without_switched_off(body: Mapping[str, Any], schema: type[Call]) -> dict[s
         if name in names:
             supported[name] = value
         elif name in _OFF:
-            if value not in _OFF[name]:
-                fix = f"leave it out, or set it to {json.dumps(_OFF[name][0])}"
+            if value != _OFF[name]:
+                fix = f"leave it out, or set it to {json.dumps(_OFF[name])}"
                 raise unsupported(name, f"{name}={json.dumps(value)[:80]} is not supported: {fix}")
         else:
             raise unsupported(name, f"the parameter {name!r} is not supported")
@@ -303,7 +297,7 @@ def _unreadable(error: ValidationError) -> ApiError:
     if first["type"] == "missing":
         return ApiError(400, f"the parameter {location!r} is missing", param=name, code="missing_parameter")
     value = json.dumps(first["input"], default=str)[:80]
-    return ApiError(400, f"{location}: {first['msg']}, found {value}", param=name, code="invalid_value")
+    return invalid(name, f"{location}: {first['msg']}, found {value}")
 
 
 def _message(message: _Message, location: str) -> dict[str, Any]:

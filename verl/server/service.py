@@ -16,7 +16,7 @@ from verl.agents.tools.schemas import read_arguments
 from verl.rollout.base import RolloutEngine
 from verl.rollout.engine_thread import EngineThread
 from verl.rollout.request import Completion, Request, SamplingParams, TopLogProbs, check_completions
-from verl.server.protocol import ApiError, Call, unsupported
+from verl.server.protocol import ApiError, Call, invalid, unsupported
 
 
 class ResponseText:
@@ -206,7 +206,7 @@ class ServedModel:
         try:
             params = replace(self.params, max_tokens=limit, seed=seed, **asked)
         except ValueError as error:
-            raise ApiError(400, str(error), code="invalid_value") from None
+            raise invalid(None, str(error)) from None
         return self.with_stops(call, params)
 
     def with_stops(self, call: Call, params: SamplingParams) -> SamplingParams:
@@ -265,7 +265,7 @@ class Conversation(Protocol):
         """The call has ended without success."""
 
 
-class SingleCall:
+class SingleCall(Conversation):
     """A call outside of an episode."""
 
     def __init__(self, model: ServedModel, generator: Generator):
@@ -280,10 +280,6 @@ class SingleCall:
                 index = len(requests)
                 requests.append(Request(prompt, params, index, f"{call.call_id}-{index}"))
         return requests
-
-    def complete(self, call: Call, choices: list[Choice]) -> None: ...
-
-    def release(self) -> None: ...
 
 
 @dataclass
