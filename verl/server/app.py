@@ -364,11 +364,10 @@ class _Authentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._problem(scope) if scope["type"] == "http" else None
         if error is None:
-            await self.app(scope, receive, send)
-        else:
-            response = await _on_api_error(Request(scope), error)
-            response.headers["connection"] = "close"
-            await response(scope, receive, send)
+            return await self.app(scope, receive, send)
+        response = await _on_api_error(Request(scope), error)
+        response.headers["connection"] = "close"
+        await response(scope, receive, send)
 
     def _problem(self, scope: Scope) -> ApiError | None:
         names = [name for name, _ in scope["headers"]]

@@ -74,6 +74,11 @@ def unsupported(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
+def too_long(message: str, param: str = "messages") -> ApiError:
+    """The error of a prompt that leaves no room for a response."""
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
 def invalid(param: str | None, message: str) -> ApiError:
     """The error of a value that is wrong."""
     return ApiError(400, message, param=param, code="invalid_value")

@@ -16,7 +16,7 @@ from verl.agents.tools.schemas import read_arguments
 from verl.rollout.base import RolloutEngine
 from verl.rollout.engine_thread import EngineThread
 from verl.rollout.request import Completion, Request, SamplingParams, TopLogProbs, check_completions
-from verl.server.protocol import ApiError, Call, invalid, unsupported
+from verl.server.protocol import ApiError, Call, invalid, too_long, unsupported
 
 
 class ResponseText:
@@ -189,12 +189,10 @@ class ServedModel:
         """Sampling parameters of a call. Raises ApiError if the engine does not support one, or for a long prompt."""
         available = self.max_model_len - prompt_length
         if available < 1 or (call.max_tokens or 1) > available:
-            raise ApiError(
-                400,
+            raise too_long(
                 f"the prompt has {prompt_length} tokens and max_tokens is {call.max_tokens or 1}, but the maximum "
                 f"length is {self.max_model_len} tokens: shorten the messages or the response",
-                param="messages" if call.is_chat else "prompt",
-                code="context_length_exceeded",
+                "messages" if call.is_chat else "prompt",
             )
         asked = call.sampling | call.scores
         for name in list(asked) if self.sampling_keys is not None else ():

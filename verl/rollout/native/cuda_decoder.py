@@ -103,6 +103,8 @@ class StaticBuffers:
         self.uniforms = torch.zeros(CHUNK, slots, dtype=torch.float64, device=device)
         self.tokens = torch.zeros(size.responses, dtype=torch.int32, device=device)
         self.log_probs = torch.zeros(size.responses, dtype=torch.float32, device=device)
+        #: of `top_log_probs`, outside of the graphs: set by the scheduler
+        self.top = self.log_probs[:0]
         # the last row takes what rows that are not live write
         shape = (size.responses + 1, *decoder.routed_experts_shape) if records else (0,)
         self.routed_experts = torch.zeros(shape, dtype=torch.int16, device=device)
@@ -116,10 +118,6 @@ class StaticBuffers:
         self.kv_cache = torch.empty(shape, dtype=decoder.dtype, device=device)
         self.arrived = torch.zeros(self.slots, decoder.kv_heads, dtype=torch.int32, device=device)
         self.tables = [rope.table(self.size.positions, decoder.stream_dtype) for rope in decoder.ropes]
-
-    def allocate_top(self, count: int) -> None:
-        """Memory for `top_log_probs` of every response token, outside of the graphs; the last row is as above."""
-        self.top = torch.zeros((self.size.responses + 1, count, 2) if count else (0,), device=self.tokens.device)
 
     def fits(self, size: Size) -> bool:
         return all(available >= required for available, required in zip(astuple(self.size), astuple(size)))

@@ -18,7 +18,7 @@ from verl.rollout.native.cuda_decoder import CHUNK, CudaDecoder, bucket_of, uplo
 from verl.rollout.native.scheduler import Row
 from verl.rollout.native.triton_kernels import BLOCK_SIZE
 from verl.rollout.native.vision import PromptImages
-from verl.rollout.request import Completion, SamplingParams, TopLogProbs
+from verl.rollout.request import Completion, SamplingParams
 from verl.rollout.sampling import check_finite, read_top, uniform
 
 _LINES_READ = 2048  # output lines that are copied to the host at once
@@ -133,16 +133,17 @@ class PagedScheduler:
         self.max_rows = max_rows
         self.line_width = line_width
         self.free_lines = deque(range(lines))
-        # (lines, width)
-        self.tokens, self.log_probs = (
-            values[: lines * line_width].view(lines, line_width)
-            for values in (self.buffers.tokens, self.buffers.log_probs)
+        top = min(params.top_logprobs, decoder.decoder.vocab_size)
+        self.buffers.top = torch.zeros(self.buffers.size.responses + 1, top, 2, device=self.device)
+        # (lines, width), and of `top` (lines, width, K, 2)
+        self.tokens, self.log_probs, self.top = (
+            values[: lines * line_width].unflatten(0, (lines, line_width))
+            for values in (self.buffers.tokens, self.buffers.log_probs, self.buffers.top)
         )
         self.waiting: deque[Sample] = deque()
         self.free_blocks = list(range(self.buffers.blocks))
         self.slots: list[Sample | None] = []
         self.finished: list[Sample] = []
-        self.buffers.allocate_top(min(params.top_logprobs, decoder.decoder.vocab_size))
         self.stops = params.active_stop_ids
         self.has_stop_strings = False
         self.buffers.is_stop.zero_()
@@ -223,7 +224,7 @@ class PagedScheduler:
             first, end = since.get(sample.row.index, step), step if sample.row.stop is None else len(sample.tokens)
             if first < end:
                 new = sample.line, slice(first, end)
-                top = [self._top(sample, first, end)] if self.params.top_logprobs else []
+                top = [read_top(self.top[new])] if self.params.top_logprobs else []
                 tokens.append((sample.row, self.tokens[new].tolist(), self.log_probs[new].tolist(), *top))
         return tokens
 
@@ -433,14 +434,9 @@ class PagedScheduler:
         cut = "length" if end == row.limit else "abort"
         completion = Completion(tokens[:end].tolist(), log_probs[:end].tolist(), "stop" if stopped else cut)
         if self.params.top_logprobs:
-            completion.top_log_probs = self._top(sample, 0, end)
+            completion.top_log_probs = read_top(self.top[sample.line, :end])
         if self.decoder.records:
             out = sample.line * self.line_width
             choices = self.buffers.routed_experts[out : out + max(0, end - 1)]
             completion.routed_experts = torch.cat((sample.group.routed_experts, choices)).cpu().numpy()
         return completion
-
-    def _top(self, sample: Sample, first: int, end: int) -> list[TopLogProbs]:
-        """`Completion.top_log_probs` of the tokens first .. end - 1."""
-        out = sample.line * self.line_width
-        return read_top(self.buffers.top[out + first : out + end])

@@ -106,8 +106,8 @@ class SlotScheduler:
         self.free_lines = deque(range(lines))
         self.tokens = torch.zeros(lines * width, dtype=torch.int64, device=self.device)
         self.log_probs = torch.zeros(lines * width, dtype=torch.float32, device=self.device)
-        top = (params.top_logprobs, 2) if params.top_logprobs else (0,)
-        self.top = torch.zeros(lines * width, *top, device=self.device)  # of `top_log_probs`
+        top = min(params.top_logprobs, decoder.decoder.vocab_size)
+        self.top = torch.zeros(lines * width, top, 2, device=self.device)  # of `top_log_probs`
         self.lengths = [0] * lines
         #: choices of the routers per output token, and of the prompt of each line (with decoder.records)
         self.routed_experts: torch.Tensor | None = None

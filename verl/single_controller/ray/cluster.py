@@ -210,12 +210,9 @@ class RayCluster:
                     raise
         with _on_loopback():
             started = ray.init(**{"_node_ip_address": "127.0.0.1", **self.ray_init, "address": "local"}).address_info
-        if "_node_ip_address" not in self.settings and not is_loopback(started["node_ip_address"]):
-            logger.warning(
-                "Ray %s listens on %s, also for other hosts (docs/security.md)",
-                ray.__version__,
-                started["node_ip_address"],
-            )
+        ip = started["node_ip_address"]
+        if "_node_ip_address" not in self.settings and not is_loopback(ip):
+            logger.warning("Ray %s listens on %s, also for other hosts (docs/security.md)", ray.__version__, ip)
         return started
 
     def shutdown(self) -> None:
