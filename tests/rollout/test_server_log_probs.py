@@ -13,9 +13,10 @@ from tests.rollout.test_native_generic import model as module_of
 from verl.cli.serve import load
 from verl.rollout.native import scheduler
 from verl.rollout.native.engine import NativeRollout
-from verl.rollout.request import Request, SamplingParams
+from verl.rollout.request import Completion, Request, SamplingParams
 from verl.server.app import make_app
 from verl.server.http import ServerThread
+from verl.server.protocol import ApiError, read_call
 from verl.server.service import EngineLoop
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello there"}], "seed": 3, "max_tokens": 24}
@@ -136,13 +137,23 @@ def test_what_is_refused(served, is_chat, call, param):
 
 def test_engines_that_only_know_the_sampled_token(served):
     """`logprobs` of a completion may be 1 there: clients send it for the sampled token."""
-    from verl.server.protocol import ApiError, read_call
-
     limited = replace(served[1], sampling_keys=frozenset({"temperature"}))
     assert limited.sampling(read_call(False, PROMPT | {"logprobs": 1}), 3).top_logprobs == 0
     for body in ({"logprobs": 2}, {"prompt_logprobs": 0}, {"echo": True, "logprobs": 0}):
         with pytest.raises(ApiError, match="_logprobs is not supported by this engine"):
             limited.sampling(read_call(False, PROMPT | body), 3)
+
+
+def test_an_engine_that_ignores_them(served, monkeypatch):
+    """Custom engines need not declare what they support."""
+
+    async def complete(request: Request) -> Completion:
+        return Completion([5, 6], [-1.0, -1.0], "length")
+
+    monkeypatch.setattr(served[0], "generate_one", complete)
+    for name, call in (("top_logprobs", {"logprobs": 2}), ("prompt_logprobs", {"prompt_logprobs": 0})):
+        with pytest.raises(openai.BadRequestError, match=f"{name} is not supported by this engine"):
+            served[2].completions.create(**PROMPT, extra_body=call)
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss", "mamba2"])

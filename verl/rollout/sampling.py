@@ -80,10 +80,7 @@ def choose(
 
 
 def top_log_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Logits (B, V) -> ids and log-probs (B, K, 2) float32 of the K most probable tokens, as `choose` samples them.
-
-    Ids are exact up to 2^24.
-    """
+    """Logits (B, V) -> (B, K, 2): ids, exact to 2^24, and log-probs of the K most probable tokens, as in `choose`."""
     log_probs = filter_logits(logits, params).log_softmax(-1)
     values, ids = log_probs.topk(min(params.top_logprobs, logits.shape[-1]))
     return torch.stack((ids.float(), values), -1)

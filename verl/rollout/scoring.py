@@ -25,8 +25,7 @@ def prompt_log_probs(module: nn.Module, prompt_ids: list[int], count: int) -> li
     try:
         ids = torch.tensor(prompt_ids, device=module.device)
         states, head = trunk_of(module)(input_ids=ids[None], use_cache=False)[0][0], LMHead(module)
-        vocab_size = module.config.get_text_config().vocab_size
-        rows, entries = max(1, _CHUNK_ELEMENTS // vocab_size), [None]
+        rows, entries = max(1, _CHUNK_ELEMENTS // module.config.get_text_config().vocab_size), [None]
         for start in range(0, len(ids) - 1, rows):
             targets = ids[start + 1 : start + 1 + rows, None]
             log_probs = head(states[start : start + len(targets)]).float().log_softmax(-1)

@@ -149,11 +149,12 @@ def _log_probs(
 
 def _with_prompt(choice: Choice, count: int) -> tuple[list[int], list[float | None], list[TopLogProbs | None] | None]:
     """Tokens, log-probs and top log-probs of the prompt and the response."""
-    prompt, completion = choice.completion.prompt_log_probs, choice.completion
+    completion, prompt_ids = choice.completion, choice.request.prompt_ids
+    prompt = completion.prompt_log_probs or [None] * len(prompt_ids)  # of an aborted call
     log_probs = [each and each[0][1] for each in prompt] + completion.log_probs
     best = [each and [entry[:2] for entry in each[1 : 1 + count]] for each in prompt]
     top = [*best, *(completion.top_log_probs or ())] if count else None
-    return choice.request.prompt_ids + completion.token_ids, log_probs, top
+    return prompt_ids + completion.token_ids, log_probs, top
 
 
 def _prompt_log_probs(running: Running, choice: Choice) -> dict[str, Any]:
@@ -166,7 +167,7 @@ def _prompt_log_probs(running: Running, choice: Choice) -> dict[str, Any]:
         kept = each[: 1 + count]
         return {str(i): {"logprob": value, "rank": rank, "decoded_token": decode([i])} for i, value, rank in kept}
 
-    return {"prompt_logprobs": [each and entries(each) for each in choice.completion.prompt_log_probs]}
+    return {"prompt_logprobs": [each and entries(each) for each in choice.completion.prompt_log_probs or ()]}
 
 
 # ---- the application ------------------------------------------------------------------------------------------------

@@ -368,8 +368,10 @@ class Running:
 
     async def _choice(self, index: int, completion: Completion) -> Choice:
         request = self.requests[index]
-        if request.params.top_logprobs and completion.top_log_probs is None:
-            raise unsupported("top_logprobs", "top_logprobs is not supported by this engine")
+        asked = {"top_logprobs": request.params.top_logprobs or None, "prompt_logprobs": request.params.prompt_logprobs}
+        for name in asked if completion.token_ids else ():
+            if asked[name] is not None and getattr(completion, name.replace("logprobs", "log_probs")) is None:
+                raise unsupported(name, f"{name} is not supported by this engine")
         text = text_of(self.model.tokenizer, self._visible(request, completion), self._strings(request))
         content, calls = text, []
         if self.call.tools:
