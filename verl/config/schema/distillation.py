@@ -62,7 +62,7 @@ class DistillationConfig(Section):
     enabled: bool = field(False, "train on the log-probs of teachers")
     teacher_key: str = field("data_source", "with several teachers: the column that selects the teacher of a prompt")
     teacher_models: dict[str, TeacherConfig] = field(
-        {}, "teachers by a name of your choice, each with model_path, key, server_url and trust_remote_code"
+        {}, "teachers by a name of your choice, each with model_path, key, server_url, api_key, trust_remote_code"
     )
     distillation_loss: DistillationLossConfig = section(DistillationLossConfig, "the loss")
     server_timeout: float = field(300.0, "seconds for one request to the server of a teacher", gt=0)
