@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 import httpx
@@ -439,6 +440,30 @@ def test_a_signal_lets_running_calls_finish(served, number):
     assert engine.aborted == []
     generator.close()
     assert engine.aborted == [None]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_outlast_the_server_leave_no_traceback(served, stream, caplog):
+    engine = Waiting()
+    generator, sock = EngineLoop(engine), listen("127.0.0.1", 0)
+
+    def use() -> None:
+        url = "http://{}:{}/v1/completions".format(*sock.getsockname())
+        with suppress(httpx.HTTPError):
+            httpx.post(url, json={"model": "tiny", "prompt": [5], "stream": stream}, headers=HEADERS, timeout=60)
+
+    def stop() -> None:
+        engine.started.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threads = [threading.Thread(target=function) for function in (use, stop)]
+    for thread in threads:
+        thread.start()
+    serve_until_signal(make_app(served[1], KEY, generator=generator), sock, 0)
+    for thread in threads:
+        thread.join()
+    generator.close()
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
 
 # ---- text -----------------------------------------------------------------------------------------------------------

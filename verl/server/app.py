@@ -364,11 +364,12 @@ class _Authentication:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._problem(scope) if scope["type"] == "http" else None
-        if error is None:
-            return await self.app(scope, receive, send)
-        response = await _on_api_error(Request(scope), error)
-        response.headers["connection"] = "close"
-        await response(scope, receive, send)
+        with suppress(asyncio.CancelledError):  # by a server that stops: uvicorn would log a traceback of every call
+            if error is None:
+                return await self.app(scope, receive, send)
+            response = await _on_api_error(Request(scope), error)
+            response.headers["connection"] = "close"
+            await response(scope, receive, send)
 
     def _problem(self, scope: Scope) -> ApiError | None:
         names = [name for name, _ in scope["headers"]]
