@@ -51,6 +51,22 @@ def test_bfloat16_log_probs_are_near_the_forward_pass(case):
     assert gaps.mean() < 0.08, "these tiny models have steep logits; real ones are 50 times nearer"
 
 
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.7}, {"top_k": 3}], ids=str)
+@pytest.mark.parametrize("case", ["qwen2", "gemma2"])
+def test_the_most_probable_tokens(case, sampling):
+    module, prompts = model(case, torch.float32), families.PROMPTS + LONG
+    params = SamplingParams(24, (), top_logprobs=4, prompt_logprobs=2, **sampling)
+    for prompt, answer in zip(prompts, NativeRollout(module).generate(make_requests(prompts, params))):
+        with torch.no_grad():
+            logits = module(torch.tensor([prompt + answer.token_ids], device="cuda")).logits[0].float()
+        rows = filter_logits(logits[len(prompt) - 1 : -1], params).log_softmax(-1).topk(4).values.tolist()
+        for row, best in zip(rows, answer.top_log_probs, strict=True):
+            expected = [value for value in row if value > -torch.inf]
+            assert [value for _, value in best] == pytest.approx(expected, abs=2e-3)
+        for row, entries in zip(logits.log_softmax(-1), answer.prompt_log_probs[1:]):
+            assert [value for _, value, _ in entries] == pytest.approx([row[i].item() for i, *_ in entries], abs=2e-3)
+
+
 @pytest.fixture(scope="module")
 def small() -> torch.nn.Module:
     return make_module(max_position_embeddings=400).cuda()

@@ -10,8 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from examples.quickstart.tiny_model import tiny_model
 from tests.trainer.runs import fit
+from verl.cli.serve import load
 from verl.config import load_config
 from verl.recipe.dpo import DPOTrainer
+from verl.server.app import make_app
+from verl.server.http import ServerThread
+from verl.server.service import EngineLoop
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 LOSS = "distillation.distillation_loss."
@@ -84,24 +88,9 @@ def test_the_policy_approaches_the_teacher(distilled, loss):
     assert "actor/pg_loss" not in reports[0].metrics
 
 
-class Completions(BaseHTTPRequestHandler):
-    """The endpoint /v1/completions of vLLM, as far as `prompt_logprobs` goes, with a model of transformers."""
-
-    model: torch.nn.Module
-
+class WithoutLogProbs(BaseHTTPRequestHandler):
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert self.path == "/v1/completions" and body["model"] == "served" and body["max_tokens"] == 1
-        ids, entries = body["prompt"], [None]
-        with torch.no_grad():
-            log_probs = self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        for position, token in enumerate(ids[1:]):
-            order = log_probs[position].argsort(descending=True).tolist()
-            shown = dict.fromkeys([token, *order[: body["prompt_logprobs"]]])
-            entries.append(
-                {str(i): {"logprob": log_probs[position, i].item(), "rank": order.index(i) + 1} for i in shown}
-            )
-        self.answer(200, {"choices": [{"text": "", "prompt_logprobs": entries}]})
+        self.answer(200, {"choices": [{"text": ""}]})
 
     def answer(self, status, content):
         self.send_response(status)
@@ -112,23 +101,17 @@ class Completions(BaseHTTPRequestHandler):
         pass
 
 
-class WithoutLogProbs(Completions):
-    def do_POST(self):
-        self.answer(200, {"choices": [{"text": ""}]})
-
-
-class Refusing(Completions):
+class Refusing(WithoutLogProbs):
     def do_POST(self):
         self.answer(400, {"error": "prompt_logprobs: at most 20"})
 
 
 @pytest.fixture
-def serve(teacher):
+def serve():
     """Start a server with a handler; returns its URL."""
     servers = []
 
     def start(handler):
-        handler.model = AutoModelForCausalLM.from_pretrained(teacher)
         servers.append(ThreadingHTTPServer(("127.0.0.1", 0), handler))
         threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
         return f"http://127.0.0.1:{servers[-1].server_port}/v1"
@@ -139,6 +122,16 @@ def serve(teacher):
         server.server_close()
 
 
+@pytest.fixture
+def served_teacher(teacher):
+    """The URL of the teacher, served as by `verl serve --served-model-name served --api-key secret`."""
+    with load({"name": "native"}, {"path": str(teacher), "template": None}, "cpu", (64, 8), "served") as loaded:
+        generator = EngineLoop(loaded[0])
+        with ServerThread(make_app(loaded[1], "secret", generator=generator)) as server:
+            yield f"{server.url}/v1"
+        generator.close()
+
+
 def on_server(distilled, url):
     named = "distillation.teacher_models.teacher."
     return [
@@ -147,9 +140,10 @@ def on_server(distilled, url):
 
 
 @pytest.mark.parametrize("loss", [[], TOP], ids=["k3", "forward_kl_topk"])
-def test_a_server_gives_the_same_run(distilled, serve, loss):
+def test_a_server_gives_the_same_run(distilled, served_teacher, loss):
     _, local = fit([*distilled, *loss])
-    trainer, remote = fit([*on_server(distilled, serve(Completions)), *loss])
+    server = [*on_server(distilled, served_teacher), "distillation.teacher_models.teacher.api_key=secret"]
+    trainer, remote = fit([*server, *loss])
     assert "teacher" not in trainer.specs
     for a, b in zip(local, remote, strict=True):
         for name in COMPARED:

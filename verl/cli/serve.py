@@ -33,10 +33,7 @@ def serve(
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name of the model in the API; default: MODEL.")] = None,
     max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            min=2, help=f"Maximum tokens of prompt and response; default: the model's limit, at most {_MAX_MODEL_LEN}."
-        ),
+        int | None, typer.Option(min=2, help=f"Longest sequence; default: the model's limit, at most {_MAX_MODEL_LEN}.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Response length of calls without max_tokens.")] = 512,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum responses generated concurrently.")] = 256,

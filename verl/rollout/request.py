@@ -71,6 +71,8 @@ class SamplingParams(_SamplingFields):
         stop_token_ids: a response ends with the first of these tokens, which is part of the response.
         seed: random seed; with the request's `sample_id` it determines the random numbers of the response.
         stop: stop strings.
+        top_logprobs: K, for `Completion.top_log_probs`; 0: none.
+        prompt_logprobs: K, for `Completion.prompt_log_probs`; None: none.
         temperature, top_k, top_p, min_p, ignore_eos: keyword-only fields, declared with defaults and bounds by
             `verl.config.schema.SamplingConfig`; a field that is added there is a field here. temperature=0 is greedy
             decoding, and top_k=-1, top_p=1 and min_p=0 are off.
@@ -80,6 +82,8 @@ class SamplingParams(_SamplingFields):
     stop_token_ids: tuple[int, ...]
     seed: int = 0
     stop: StopStrings | None = None
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -153,8 +157,8 @@ class Request:
         sample_id: determines, with `params.seed`, the random numbers of the response, independent of the batch.
         request_id: identifies the request in `abort`.
         multi_modal_data: the images and videos of the prompt, for engines that process them themselves.
-        on_tokens: called by `generate_one` with new token ids and their log-probs, by engines that report progress. The
-            completion has all tokens.
+        on_tokens: called by `generate_one` with new token ids and their log-probs, and with `top_logprobs` the third
+            argument `top_log_probs`, by engines that report progress. The completion has all tokens.
         multi_modal_inputs: these as tensors of the processor, for engines that run the model; one object per prompt.
         raw_prompt_ids: the prompt with one placeholder token per image, for engines that process images; `prompt_ids`
             has as many as an image has features.
@@ -166,7 +170,7 @@ class Request:
     sample_id: int
     request_id: str = ""
     multi_modal_data: Any = None
-    on_tokens: Callable[[list[int], list[float]], None] | None = None
+    on_tokens: Callable[..., None] | None = None
     multi_modal_inputs: Mapping[str, Any] | None = None
     raw_prompt_ids: list[int] | None = None
     continued: int = 0
@@ -197,6 +201,10 @@ def media_of(columns: Mapping[str, Any], sampled: Sequence[int] = ()) -> dict[st
 
 
 FinishReason = Literal["stop", "length", "abort"]
+#: (token id, log-prob) of the most probable tokens of one position, in this order
+TopLogProbs = list[tuple[int, float]]
+#: (token id, log-prob, rank from 1) of a token of a prompt, and of the most probable ones in its place
+PromptLogProbs = list[tuple[int, float, int]]
 
 
 @dataclass
@@ -211,6 +219,9 @@ class Completion:
         weight_versions: spans (first token, weight version from that token on). May be empty: the whole response was
             then sampled with the last synchronized version.
         routed_experts: the experts that the routers chose (`verl.rollout.routed_experts`); None: not recorded.
+        top_log_probs: per token the `params.top_logprobs` most probable ones of the distribution of `log_probs`, fewer
+            if top-k, top-p or min-p left fewer; None: not asked for, or not supported.
+        prompt_log_probs: per token of the prompt, by the model's distribution at temperature 1; of the first one None.
     """
 
     token_ids: list[int]
@@ -218,6 +229,8 @@ class Completion:
     finish_reason: FinishReason
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
     routed_experts: Any = None
+    top_log_probs: list[TopLogProbs] | None = None
+    prompt_log_probs: list[PromptLogProbs | None] | None = None
 
 
 def batches_of(requests: Sequence[Request]) -> list[tuple[SamplingParams, list[int]]]:

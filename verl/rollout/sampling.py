@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from verl.modeling.token_filter import TokenFilter
-from verl.rollout.request import SamplingParams
+from verl.rollout.request import SamplingParams, TopLogProbs
 
 #: the sampling keys that this module applies, for the engines that sample with it
 SAMPLING_KEYS = frozenset({"temperature", "top_k", "top_p", "min_p", "ignore_eos"})
@@ -77,6 +77,18 @@ def choose(
     probs = filtered.softmax(-1)
     tokens = _invert(probs, uniforms[:, None])
     return tokens[:, 0], probs.gather(1, tokens).log_()[:, 0]
+
+
+def top_log_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Logits (B, V) -> (B, K, 2): ids, exact to 2^24, and log-probs of the K most probable tokens, as in `choose`."""
+    log_probs = filter_logits(logits, params).log_softmax(-1)
+    values, ids = log_probs.topk(min(params.top_logprobs, logits.shape[-1]))
+    return torch.stack((ids.float(), values), -1)
+
+
+def read_top(tokens: torch.Tensor) -> list[TopLogProbs]:
+    """(T, K, 2) of `top_log_probs`, without the tokens that the filters exclude."""
+    return [[(int(token), value) for token, value in top if value > -torch.inf] for top in tokens.tolist()]
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -71,13 +71,8 @@ class ServerAgentLoop:
         async with self._slot():
             loop, episode_id = asyncio.get_running_loop(), secrets.token_urlsafe(12)
             generator = StepGenerator(generate, loop)
-            episode = Episode(
-                prompt,
-                generator,
-                self.model,
-                self.config.prompt_length,
-                self.settings.on_new_conversation,
-            )
+            limit, on_new = self.config.prompt_length, self.settings.on_new_conversation
+            episode = Episode(prompt, generator, self.model, limit, on_new)
             self.episodes[episode_id] = episode
             try:
                 info, metrics = await self._run_agent(episode, f"{self.server.url}/episodes/{episode_id}/v1")

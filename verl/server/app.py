@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from verl.rollout.request import PromptLogProbs, TopLogProbs
 from verl.server.protocol import ApiError, Call, read_call
 from verl.server.service import Choice, Conversation, Delta, Generator, Running, ServedModel, SingleCall
 
@@ -41,11 +42,16 @@ async def full_body(running: Running) -> dict[str, Any]:
             entry["message"] = {"refusal": None, **choice.message}
         else:
             entry["text"] = running.echo(choice.index) + choice.content
-        ids = choice.completion.token_ids
-        entry["logprobs"] = _log_probs(running, ids, choice.completion.log_probs, 0) if call.logprobs else None
-        entries.append(entry | _own_fields(running, choice, ids))
+        completion = choice.completion
+        values = completion.token_ids, completion.log_probs, completion.top_log_probs
+        if call.echo and call.logprobs is not None:
+            values = _with_prompt(choice, call.top_logprobs)
+        entry["logprobs"] = _log_probs(running, *values, 0)
+        entry |= _own_fields(running, choice, completion.token_ids)
+        entries.append(entry if call.is_chat else entry | _prompt_log_probs(running, choice))
     object_type = "chat.completion" if call.is_chat else "text_completion"
-    return {**_head(running, object_type), "choices": entries, "usage": _usage(running, choices)}
+    body = {**_head(running, object_type), "choices": entries, "usage": _usage(running, choices)}
+    return body | _prompt_log_probs(running, choices[0]) if call.is_chat else body
 
 
 async def chunks(running: Running) -> AsyncIterator[dict[str, Any]]:
@@ -53,14 +59,10 @@ async def chunks(running: Running) -> AsyncIterator[dict[str, Any]]:
     call = running.call
     object_type = "chat.completion.chunk" if call.is_chat else "text_completion"
     head, usage = _head(running, object_type), {"usage": None} if call.stream_options.include_usage else {}
-    if call.is_chat:
-        for index in range(len(running.requests)):
-            first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            yield {**head, "choices": [first], **usage}
-    elif call.echo:
-        for index in range(len(running.requests)):
-            first = {"index": index, "text": running.echo(index), "logprobs": None, "finish_reason": None}
-            yield {**head, "choices": [first], **usage}
+    for index in range(len(running.requests)) if call.is_chat or call.echo else ():
+        start = {"text": running.echo(index), "logprobs": None}
+        start = {"delta": {"role": "assistant", "content": ""}} if call.is_chat else start
+        yield {**head, "choices": [{"index": index, **start, "finish_reason": None}], **usage}
     choices: list[Choice] = []
     characters = [0] * len(running.requests)
     async with aclosing(running.deltas(progress=call.tools is None)) as deltas:
@@ -87,8 +89,7 @@ def _chunk_choice(running: Running, delta: Delta, offset: int) -> dict[str, Any]
         )
     else:
         entry["delta"] = {"content": delta.text} if delta.text else {}
-    log_probs = _log_probs(running, delta.token_ids, delta.log_probs, offset) if call.logprobs else None
-    entry["logprobs"] = log_probs
+    entry["logprobs"] = _log_probs(running, delta.token_ids, delta.log_probs, delta.top_log_probs, offset)
     if choice is not None:
         return entry | _own_fields(running, choice, delta.token_ids)
     return entry | ({"token_ids": delta.token_ids} if call.return_token_ids else {})
@@ -112,22 +113,61 @@ def _usage(running: Running, choices: Iterable[Choice]) -> dict[str, int]:
     return {"prompt_tokens": prompts, "completion_tokens": sampled, "total_tokens": prompts + sampled}
 
 
-def _log_probs(running: Running, token_ids: Sequence[int], log_probs: Sequence[float], offset: int) -> dict[str, Any]:
-    """The log-probs of tokens in OpenAI's form. offset: number of characters of the response before them."""
-    tokenizer = running.model.tokenizer
-    texts = [tokenizer.decode([token]) for token in token_ids]
-    if running.call.is_chat:
-        content = [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in zip(texts, log_probs, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+def _log_probs(
+    running: Running,
+    token_ids: Sequence[int],
+    log_probs: Sequence[float | None],
+    top: Sequence[TopLogProbs | None] | None,
+    offset: int,
+) -> dict[str, Any] | None:
+    """The log-probs of tokens in OpenAI's form; None without `logprobs`. offset: number of characters before them."""
+    call, decode = running.call, running.model.tokenizer.decode
+    if call.logprobs is None:
+        return None
+    texts = [decode([token]) for token in token_ids]
+    if call.is_chat:
+
+        def entry(text: str, value: float) -> dict[str, Any]:
+            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+        best = [[entry(decode([token]), value) for token, value in each] for each in top or [()] * len(texts)]
+        every = zip(texts, log_probs, best, strict=True)
+        return {"content": [entry(*each) | {"top_logprobs": others} for *each, others in every], "refusal": None}
+    best = None
+    if top is not None:  # with the sampled token; of tokens with the same text the most probable one
+        every = zip(token_ids, log_probs, top, strict=True)
+        both = [each and [*each, (token, value)] for token, value, each in every]
+        texts_of = [each and {decode([token]): value for token, value in reversed(each)} for each in both]
+        best = [each and dict(sorted(each.items(), key=lambda entry: -entry[1])) for each in texts_of]
     return {
         "tokens": texts,
         "token_logprobs": list(log_probs),
-        "top_logprobs": None,
+        "top_logprobs": best,
         "text_offset": [offset + position for position in accumulate(map(len, texts[:-1]), initial=0)][: len(texts)],
     }
+
+
+def _with_prompt(choice: Choice, count: int) -> tuple[list[int], list[float | None], list[TopLogProbs | None] | None]:
+    """Tokens, log-probs and top log-probs of the prompt and the response."""
+    completion, prompt_ids = choice.completion, choice.request.prompt_ids
+    prompt = completion.prompt_log_probs or [None] * len(prompt_ids)  # of an aborted call
+    log_probs = [each and each[0][1] for each in prompt] + completion.log_probs
+    best = [each and [entry[:2] for entry in each[1 : 1 + count]] for each in prompt]
+    top = [*best, *(completion.top_log_probs or ())] if count else None
+    return prompt_ids + completion.token_ids, log_probs, top
+
+
+def _prompt_log_probs(running: Running, choice: Choice) -> dict[str, Any]:
+    """The log-probs of a prompt in vLLM's form; empty without `prompt_logprobs`."""
+    if running.call.prompt_logprobs is None:
+        return {}
+    decode, count = running.model.tokenizer.decode, running.call.prompt_logprobs
+
+    def entries(each: PromptLogProbs) -> dict[str, dict[str, Any]]:
+        kept = each[: 1 + count]
+        return {str(i): {"logprob": value, "rank": rank, "decoded_token": decode([i])} for i, value, rank in kept}
+
+    return {"prompt_logprobs": [each and entries(each) for each in choice.completion.prompt_log_probs or ()]}
 
 
 # ---- the application ------------------------------------------------------------------------------------------------
@@ -165,21 +205,13 @@ def make_app(
         cors_origins: origins of web pages that may use the server ("*": all); none by default.
     """
     routes = _Routes(model, generator, max_body, find_episode)
-    chat = partial(routes.respond, is_chat=True)
     paths = [Route("/health", routes.health)]
+    for base, users in (("/v1", generator), ("/episodes/{episode}/v1", find_episode)):
+        if users is not None:
+            paths += [Route(base + "/models", routes.models), Route(base + "/models/{name:path}", routes.model_info)]
+            paths.append(Route(base + "/chat/completions", partial(routes.respond, is_chat=True), methods=["POST"]))
     if generator is not None:
-        paths += [
-            Route("/v1/models", routes.models),
-            Route("/v1/models/{name:path}", routes.model_info),
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/completions", partial(routes.respond, is_chat=False), methods=["POST"]),
-        ]
-    if find_episode is not None:
-        paths += [
-            Route("/episodes/{episode}/v1/models", routes.models),
-            Route("/episodes/{episode}/v1/models/{name:path}", routes.model_info),
-            Route("/episodes/{episode}/v1/chat/completions", chat, methods=["POST"]),
-        ]
+        paths.append(Route("/v1/completions", partial(routes.respond, is_chat=False), methods=["POST"]))
     app = Starlette(routes=paths, exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error})
     app.add_middleware(_Authentication, api_key=api_key)
     if cors_origins:  # outermost: browsers send no token with the request that asks for permission
@@ -213,22 +245,20 @@ class _Routes:
         }
 
     async def respond(self, request: Request, is_chat: bool) -> Response:
+        running = None
         try:
             body, size = await _read_json(request, self.max_body)
             running = await self._start(read_call(is_chat, body), size, request)
-        except ClientDisconnect:
-            logger.info("a client has disconnected before its call was started")
-            return Response(status_code=499)
-        if running.call.stream:
-            return _EventStream(running)
-        try:
+            if running.call.stream:
+                return _EventStream(running)
             return JSONResponse(await _unless_disconnected(request.receive, full_body(running)))
-        except ApiError:
-            raise
         except ClientDisconnect:
-            logger.info("%s: the client has disconnected: aborted", running.call.call_id)
+            call = f"{running.call.call_id}: aborted: the" if running else "a"
+            logger.info("%s client has disconnected%s", call, "" if running else " before its call was started")
             return Response(status_code=499)
         except Exception as error:
+            if running is None or isinstance(error, ApiError):
+                raise
             raise _engine_error(running.call.call_id, error) from error
 
     async def _start(self, call: Call, size: int, request: Request) -> Running:
@@ -284,10 +314,9 @@ class _EventStream(StreamingResponse):
             async with aclosing(chunks(self.running)) as stream:
                 async for chunk in stream:
                     yield f"data: {json.dumps(chunk)}\n\n"
-        except ApiError as error:
-            yield f"data: {json.dumps(error.body())}\n\n"
         except Exception as error:
-            yield f"data: {json.dumps(_engine_error(self.running.call.call_id, error).body())}\n\n"
+            known = error if isinstance(error, ApiError) else _engine_error(self.running.call.call_id, error)
+            yield f"data: {json.dumps(known.body())}\n\n"
         yield "data: [DONE]\n\n"
 
 
@@ -335,9 +364,9 @@ class _Authentication:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._problem(scope) if scope["type"] == "http" else None
-        if error is None:
-            await self.app(scope, receive, send)
-        else:
+        with suppress(asyncio.CancelledError):  # by a server that stops: uvicorn would log a traceback of every call
+            if error is None:
+                return await self.app(scope, receive, send)
             response = await _on_api_error(Request(scope), error)
             response.headers["connection"] = "close"
             await response(scope, receive, send)

@@ -7,14 +7,14 @@ puts between two turns is tokenized, and sampled tokens are never rendered and t
 import asyncio
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from verl.agents.chat import ChatContinuation
 from verl.agents.loop import GenerateFn, Prompt, Trajectory, log_ignored_sampling
 from verl.rollout.request import Completion, Request
-from verl.server.protocol import ApiError, Call, read_call_arguments, unsupported
+from verl.server.protocol import ApiError, Call, read_call_arguments, too_long, unsupported
 from verl.server.service import Choice, Generator, ServedModel
 from verl.utils.rng import fork_seed
 
@@ -25,7 +25,7 @@ Message = Mapping[str, Any]
 
 
 class StepGenerator(Generator):
-    """The `generate` of an agent loop, for callers in another event loop.
+    """The `generate` of an agent loop, for callers in another event loop. A request is cancelled with its caller only.
 
     Attributes:
         error: the first error of the engine. It ends the run; an agent would report it as its own.
@@ -51,9 +51,6 @@ class StepGenerator(Generator):
             raise
         finally:
             self._tasks.discard(task)
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """Does nothing: a request is cancelled with its caller."""
 
     def cancel(self) -> None:
         """Cancel all requests. Called in the event loop of the agent loops."""
@@ -130,6 +127,8 @@ class Episode:
                 raise ApiError(409, "another call of this episode is running: wait for it", code="episode_busy")
             if call.n > 1:
                 raise unsupported("n", "n: expected 1 within an episode")
+            if call.prompt_logprobs is not None:
+                raise unsupported("prompt_logprobs", "prompt_logprobs is not supported within an episode")
             sampling = call.sampling | {"seed": call.seed}
             log_ignored_sampling(sampling, {name: getattr(self.prompt.params, name) for name in sampling})
             pending = self._continue(call)
@@ -179,12 +178,9 @@ class Episode:
                 )
         ids = self.model.encode_chat(call)
         if len(ids) > self.prompt_length:
-            raise ApiError(
-                400,
+            raise too_long(
                 f"the first prompt of the conversation has {len(ids)} tokens: expected at most {self.prompt_length} "
-                "(data.max_prompt_length)",
-                param="messages",
-                code="context_length_exceeded",
+                "(data.max_prompt_length)"
             )
         return _Pending(_Conversation(call, Trajectory(self.prompt, ids), self.model.tokenizer), [], "user")
 
@@ -194,15 +190,12 @@ class Episode:
         if remaining < 1:
             self.is_full = True
             trajectory.finish_reason = "length"
-            raise ApiError(
-                400,
+            raise too_long(
                 f"the responses and messages of the episode have reached {self.prompt.params.max_tokens} tokens "
-                "(data.max_response_length)",
-                param="messages",
-                code="context_length_exceeded",
+                "(data.max_response_length)"
             )
         request = trajectory.next_request()
-        params = replace(request.params, max_tokens=min(remaining, call.max_tokens or remaining))
+        params = replace(request.params, max_tokens=min(remaining, call.max_tokens or remaining), **call.scores)
         params = self.model.with_stops(call, params)
         # conversations of one episode must not have the same random numbers
         index = len(self.conversations) - (pending.conversation in self.conversations)

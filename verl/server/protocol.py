@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -31,6 +31,8 @@ logger = logging.getLogger("verl.server")
 
 #: choices per prompt, and prompts per call
 MAX_CHOICES = 128
+#: log-probs of the most probable tokens per token of a response, and of a prompt
+MAX_TOP_LOGPROBS, MAX_PROMPT_LOGPROBS = 20, 1024
 
 #: parameters that concern accounts, caches or speed, and do not change the result
 _IGNORED = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
@@ -40,21 +42,13 @@ _IGNORED_IN_MESSAGES = {"cache_control", "prompt_cache_breakpoint", "annotations
 #: names of `_IGNORED` that a note was logged for
 _noted: set[str] = set()
 #: parameters that are accepted only with a value that disables them; null always does
-_OFF: dict[str, list[Any]] = {
-    "frequency_penalty": [0],
-    "presence_penalty": [0],
-    "repetition_penalty": [1],
-    "logit_bias": [{}],
-    "response_format": [{"type": "text"}],
-    "best_of": [1],
-    "suffix": [""],
-    "verbosity": ["medium"],
-    "top_logprobs": [0],
-    "modalities": [["text"]],
-    "use_beam_search": [False],
-    "skip_special_tokens": [True],
-    "include_stop_str_in_output": [False],
-}
+_OFF: dict[str, Any] = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "length_penalty": 1}
+_OFF |= {"logit_bias": {}, "bad_words": [], "logits_processors": [], "vllm_xargs": {}, "min_tokens": 0, "best_of": 1}
+_OFF |= {"response_format": {"type": "text"}, "modalities": ["text"], "verbosity": "medium", "suffix": ""}
+_OFF |= {"use_beam_search": False, "early_stopping": False, "include_stop_str_in_output": False, "detokenize": True}
+_OFF |= {"skip_special_tokens": True, "spaces_between_special_tokens": True, "include_reasoning": True}
+_OFF |= {"add_generation_prompt": True, "continue_final_message": False, "return_tokens_as_token_ids": False}
+_OFF |= {"functions": [], "function_call": "none"}
 #: arguments of the tokenizer's method. A template of a client could compute for ever
 _RESERVED = {"chat_template", "conversation", "tools", "tokenize", "add_generation_prompt", "continue_final_message"}
 _RESERVED |= {"return_dict", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs"}
@@ -80,6 +74,16 @@ def unsupported(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
+def too_long(message: str, param: str = "messages") -> ApiError:
+    """The error of a prompt that leaves no room for a response."""
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def invalid(param: str | None, message: str) -> ApiError:
+    """The error of a value that is wrong."""
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
 # ---- what a body may contain ----------------------------------------------------------------------------------------
 
 _Number = Annotated[float, Field(strict=True)]
@@ -97,6 +101,7 @@ class _StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
     include_usage: StrictBool = False
     include_obfuscation: StrictBool = False  # without effect: chunks are not padded
+    continuous_usage_stats: Literal[False] = False
 
 
 class Call(BaseModel):
@@ -109,7 +114,9 @@ class Call(BaseModel):
         seed: determines the random numbers; None: a new seed.
         stop, stop_token_ids: strings and tokens that end a response, in addition to the model's end tokens.
         return_token_ids: return the token ids of prompt and response.
-        logprobs: return the log-prob of each sampled token.
+        logprobs: not None: return the log-prob of each sampled token.
+        top_logprobs: also those of the most probable tokens in its place.
+        prompt_logprobs: return log-probs of the tokens of the prompt and of this many in the place of each.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -129,6 +136,22 @@ class Call(BaseModel):
     stream: StrictBool = False
     stream_options: _StreamOptions = _StreamOptions()
     return_token_ids: StrictBool = False
+    prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_PROMPT_LOGPROBS)] | None = None
+
+    @property
+    def scores(self) -> dict[str, int]:
+        """The log-probs that are asked for beside those of the sampled tokens, by their names in `SamplingParams`."""
+        top, prompt = self.top_logprobs, self.prompt_logprobs
+        if self.echo and self.logprobs is not None:
+            prompt = max(top, prompt or 0)
+        return ({"top_logprobs": top} if top else {}) | ({} if prompt is None else {"prompt_logprobs": prompt})
+
+    @model_validator(mode="after")
+    def _check_scores(self) -> "Call":
+        name = "prompt_logprobs" if self.prompt_logprobs is not None else "echo"
+        if self.stream and "prompt_logprobs" in self.scores:
+            raise unsupported(name, f"{name}: log-probs of the prompt are not supported with stream=true: use false")
+        return self
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -178,7 +201,8 @@ class ChatCall(Call):
 
     messages: Annotated[list[_Message], Field(min_length=1), AfterValidator(_read_messages)]
     max_completion_tokens: _Count | None = None
-    logprobs: StrictBool = False
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_TOP_LOGPROBS)] = 0
     tools: list[Annotated[dict[str, Any], AfterValidator(check_tool)]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: StrictBool = True
@@ -191,27 +215,16 @@ class ChatCall(Call):
             choice = json.dumps(self.tool_choice)[:80]
             raise unsupported("tool_choice", f"tool_choice={choice} is not supported: expected auto or none")
         if reserved := sorted(_RESERVED & self.template_kwargs.keys()):
-            raise ApiError(
-                400,
-                f"chat_template_kwargs: {reserved[0]!r} is not an argument of the chat template: leave it out",
-                param="chat_template_kwargs",
-                code="invalid_value",
-            )
+            problem = f"{reserved[0]!r} is not an argument of the chat template: leave it out"
+            raise invalid("chat_template_kwargs", f"chat_template_kwargs: {problem}")
         if self.reasoning_effort is not None:  # templates with levels of reasoning read it
             self.template_kwargs = {"reasoning_effort": self.reasoning_effort} | self.template_kwargs
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("top_logprobs", f"top_logprobs needs logprobs=true, found {json.dumps(self.logprobs)}")
+        self.logprobs = self.logprobs or None
         self.max_tokens = self.max_completion_tokens or self.max_tokens
         self.tools = None if self.tool_choice == "none" else self.tools or None
         return self
-
-
-def _check_logprobs(logprobs: int) -> bool:
-    if logprobs > 1:
-        raise unsupported(
-            "logprobs",
-            f"logprobs={logprobs} is not supported: the engine gives the log-prob of the sampled token, which "
-            "logprobs=0 and logprobs=1 return",
-        )
-    return True
 
 
 class CompletionCall(Call):
@@ -220,7 +233,7 @@ class CompletionCall(Call):
     Attributes:
         prompts: texts or token ids.
         echo: the text starts with the prompt.
-        logprobs: 0 or 1 (which clients send for "the sampled token"): `top_logprobs` is null.
+        logprobs: the number of most probable tokens; 0: `top_logprobs` is null.
     """
 
     is_chat = False
@@ -229,7 +242,11 @@ class CompletionCall(Call):
     echo: StrictBool = False
 
     prompt: _Text | list[_Text] | list[StrictInt] | list[list[StrictInt]]
-    logprobs: Annotated[int, Field(strict=True, ge=0), AfterValidator(_check_logprobs)] = False
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @property
+    def top_logprobs(self) -> int:
+        return self.logprobs or 0
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -238,8 +255,6 @@ class CompletionCall(Call):
 
     @model_validator(mode="after")
     def _check(self) -> "CompletionCall":
-        if self.echo and self.logprobs:
-            raise unsupported("echo", "echo=true with logprobs is not supported: the engine scores no prompts")
         if not self.prompts or not all(self.prompts):
             raise ApiError(400, "prompt: expected at least one token, found an empty prompt", param="prompt")
         if (count := len(self.prompts)) > MAX_CHOICES:
@@ -270,11 +285,9 @@ def _without_switched_off(body: Mapping[str, Any], schema: type[Call]) -> dict[s
         if name in names:
             supported[name] = value
         elif name in _OFF:
-            if value not in _OFF[name]:
-                logprobs = " (the engine gives the log-prob of the sampled token: logprobs=true)"
-                hint = logprobs if name == "top_logprobs" else ""
-                fix = f"leave it out, or set it to {json.dumps(_OFF[name][0])}"
-                raise unsupported(name, f"{name}={json.dumps(value)[:80]} is not supported{hint}: {fix}")
+            if value != _OFF[name]:
+                fix = f"leave it out, or set it to {json.dumps(_OFF[name])}"
+                raise unsupported(name, f"{name}={json.dumps(value)[:80]} is not supported: {fix}")
         else:
             raise unsupported(name, f"the parameter {name!r} is not supported")
     return supported
@@ -289,7 +302,7 @@ def _unreadable(error: ValidationError) -> ApiError:
     if first["type"] == "missing":
         return ApiError(400, f"the parameter {location!r} is missing", param=name, code="missing_parameter")
     value = json.dumps(first["input"], default=str)[:80]
-    return ApiError(400, f"{location}: {first['msg']}, found {value}", param=name, code="invalid_value")
+    return invalid(name, f"{location}: {first['msg']}, found {value}")
 
 
 def _message(message: _Message, location: str) -> dict[str, Any]:

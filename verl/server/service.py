@@ -15,8 +15,8 @@ from verl.agents.tools.parsers import TOOL_PARSERS, extract_calls
 from verl.agents.tools.schemas import read_arguments
 from verl.rollout.base import RolloutEngine
 from verl.rollout.engine_thread import EngineThread
-from verl.rollout.request import Completion, Request, SamplingParams, check_completions
-from verl.server.protocol import ApiError, Call, unsupported
+from verl.rollout.request import Completion, Request, SamplingParams, TopLogProbs, check_completions
+from verl.server.protocol import ApiError, Call, invalid, too_long, unsupported
 
 
 class ResponseText:
@@ -189,22 +189,22 @@ class ServedModel:
         """Sampling parameters of a call. Raises ApiError if the engine does not support one, or for a long prompt."""
         available = self.max_model_len - prompt_length
         if available < 1 or (call.max_tokens or 1) > available:
-            raise ApiError(
-                400,
+            raise too_long(
                 f"the prompt has {prompt_length} tokens and max_tokens is {call.max_tokens or 1}, but the maximum "
                 f"length is {self.max_model_len} tokens: shorten the messages or the response",
-                param="messages" if call.is_chat else "prompt",
-                code="context_length_exceeded",
+                "messages" if call.is_chat else "prompt",
             )
-        for name in call.sampling:
-            if self.sampling_keys is not None and name not in self.sampling_keys:
+        asked = call.sampling | call.scores
+        for name in list(asked) if self.sampling_keys is not None else ():
+            for_sampled = name == "top_logprobs" and not call.is_chat and asked[name] == 1  # what clients mean by it
+            if name not in self.sampling_keys and (not for_sampled or not asked.pop(name)):
                 raise unsupported(name, f"{name} is not supported by this engine")
         seed = secrets.randbits(63) if call.seed is None else call.seed
         limit = min(call.max_tokens or self.params.max_tokens, available)
         try:
-            params = replace(self.params, max_tokens=limit, seed=seed, **call.sampling)
+            params = replace(self.params, max_tokens=limit, seed=seed, **asked)
         except ValueError as error:
-            raise ApiError(400, str(error), code="invalid_value") from None
+            raise invalid(None, str(error)) from None
         return self.with_stops(call, params)
 
     def with_stops(self, call: Call, params: SamplingParams) -> SamplingParams:
@@ -243,6 +243,7 @@ class Delta:
     index: int
     token_ids: list[int]
     log_probs: list[float]
+    top_log_probs: list[TopLogProbs] | None = None
     text: str = ""
     choice: Choice | None = None
 
@@ -262,7 +263,7 @@ class Conversation(Protocol):
         """The call has ended without success."""
 
 
-class SingleCall:
+class SingleCall(Conversation):
     """A call outside of an episode."""
 
     def __init__(self, model: ServedModel, generator: Generator):
@@ -277,10 +278,6 @@ class SingleCall:
                 index = len(requests)
                 requests.append(Request(prompt, params, index, f"{call.call_id}-{index}"))
         return requests
-
-    def complete(self, call: Call, choices: list[Choice]) -> None: ...
-
-    def release(self) -> None: ...
 
 
 @dataclass
@@ -325,17 +322,19 @@ class Running:
                 event = await events.get()
                 if isinstance(event, BaseException):
                     raise event
-                index, token_ids, log_probs, completion = event
+                index, completion, token_ids, *values = event
                 seen = len(texts[index].token_ids)
                 if completion is None:
-                    yield Delta(index, token_ids, log_probs, texts[index].feed(token_ids))
+                    values += [None] * (2 - len(values))
+                    yield Delta(index, token_ids, *values, texts[index].feed(token_ids))
                     continue
                 choices[index] = choice = await self._choice(index, completion)
                 texts[index].token_ids = self._visible(choice.request, completion)
                 if None not in choices:
                     self.conversation.complete(self.call, sorted(choices, key=lambda c: c.index))
                     self._is_done = True
-                remaining = completion.token_ids[seen:], completion.log_probs[seen:]
+                every = completion.token_ids, completion.log_probs, completion.top_log_probs
+                remaining = [values and values[seen:] for values in every]
                 yield Delta(index, *remaining, texts[index].finish(), choice)
         finally:
             self.end()
@@ -352,9 +351,9 @@ class Running:
     async def _generate(self, index: int, events: asyncio.Queue[Any], progress: bool) -> None:
         request, loop = self.requests[index], asyncio.get_running_loop()
 
-        def report(token_ids: list[int], log_probs: list[float]) -> None:
+        def report(*values: Any) -> None:  # as `Request.on_tokens`
             if not loop.is_closed():
-                loop.call_soon_threadsafe(events.put_nowait, (index, token_ids, log_probs, None))
+                loop.call_soon_threadsafe(events.put_nowait, (index, None, *values))
 
         try:
             request = replace(request, on_tokens=report if progress else None)
@@ -365,10 +364,14 @@ class Running:
         except Exception as error:
             events.put_nowait(error)
             return
-        events.put_nowait((index, [], [], completion))
+        events.put_nowait((index, completion, []))
 
     async def _choice(self, index: int, completion: Completion) -> Choice:
         request = self.requests[index]
+        asked = {"top_logprobs": request.params.top_logprobs or None, "prompt_logprobs": request.params.prompt_logprobs}
+        for name in asked if completion.token_ids else ():
+            if asked[name] is not None and getattr(completion, name.replace("logprobs", "log_probs")) is None:
+                raise unsupported(name, f"{name} is not supported by this engine")
         text = text_of(self.model.tokenizer, self._visible(request, completion), self._strings(request))
         content, calls = text, []
         if self.call.tools:

@@ -18,6 +18,7 @@ class TeacherConfig(Section):
     server_url: str | None = field(
         None, "OpenAI-compatible server with prompt_logprobs, such as http://host:8000/v1; null: a local model"
     )
+    api_key: str | None = field(None, "token of the server, such as ${oc.env:TEACHER_API_KEY}; null: none")
     trust_remote_code: bool = field(False, "run the Python code that comes with the model")
 
     @property
@@ -61,7 +62,7 @@ class DistillationConfig(Section):
     enabled: bool = field(False, "train on the log-probs of teachers")
     teacher_key: str = field("data_source", "with several teachers: the column that selects the teacher of a prompt")
     teacher_models: dict[str, TeacherConfig] = field(
-        {}, "teachers by a name of your choice, each with model_path, key, server_url and trust_remote_code"
+        {}, "teachers by a name of your choice, each with model_path, key, server_url, api_key, trust_remote_code"
     )
     distillation_loss: DistillationLossConfig = section(DistillationLossConfig, "the loss")
     server_timeout: float = field(300.0, "seconds for one request to the server of a teacher", gt=0)

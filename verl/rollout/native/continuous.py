@@ -19,6 +19,7 @@ import torch
 from verl.rollout.base import RolloutStats, fail
 from verl.rollout.native.scheduler import Row, SlotScheduler, admission_order
 from verl.rollout.request import SEARCH_INTERVAL, Completion, Request, SamplingParams, batches_of, matches_ids
+from verl.rollout.scoring import prompt_log_probs
 
 if TYPE_CHECKING:
     from verl.rollout.native.engine import NativeRollout
@@ -205,6 +206,9 @@ class ContinuousBatch:
                 self._report()
             for row, completion in finished:
                 stats.tokens += len(completion.token_ids)
+                if params.prompt_logprobs is not None:
+                    count = params.prompt_logprobs
+                    completion.prompt_log_probs = prompt_log_probs(self.engine.module, row.prompt, count)
                 _resolve(self.running.pop(row.index), completion)
             if not self.running and not self.queue:
                 break  # before the coroutines resume: they may update the weights, or call generate() or sleep()
@@ -230,10 +234,10 @@ class ContinuousBatch:
     def _report(self) -> None:
         """Pass new tokens to the requests that have `on_tokens`."""
         since = {i: p.reported for i, p in self.running.items() if p.request.on_tokens is not None}
-        for row, token_ids, log_probs in self._scheduler.sampled(since) if since else ():
+        for row, token_ids, *values in self._scheduler.sampled(since) if since else ():
             pending = self.running[row.index]
             pending.reported += len(token_ids)
-            pending.request.on_tokens(token_ids, log_probs)
+            pending.request.on_tokens(token_ids, *values)
 
     def _extend(self, params: SamplingParams) -> None:
         """Add new requests to the running batch, up to the first one that must wait."""

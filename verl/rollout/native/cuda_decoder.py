@@ -22,7 +22,7 @@ from verl.rollout.native.torch_decoder import Layers
 from verl.rollout.native.triton_kernels import BLOCK_SIZE
 from verl.rollout.native.vision import PromptImages
 from verl.rollout.request import SamplingParams
-from verl.rollout.sampling import choose
+from verl.rollout.sampling import choose, top_log_probs
 from verl.rollout.tensor_parallel import on_every_rank
 
 #: batch sizes with a CUDA graph; a step is padded to the next larger one
@@ -103,6 +103,8 @@ class StaticBuffers:
         self.uniforms = torch.zeros(CHUNK, slots, dtype=torch.float64, device=device)
         self.tokens = torch.zeros(size.responses, dtype=torch.int32, device=device)
         self.log_probs = torch.zeros(size.responses, dtype=torch.float32, device=device)
+        #: of `top_log_probs`, outside of the graphs: set by the scheduler
+        self.top = self.log_probs[:0]
         # the last row takes what rows that are not live write
         shape = (size.responses + 1, *decoder.routed_experts_shape) if records else (0,)
         self.routed_experts = torch.zeros(shape, dtype=torch.int16, device=device)
@@ -157,8 +159,8 @@ class GraphDecoder:
     def steps(self, count: int, rows: int, params: SamplingParams) -> None:
         """Launch `count` decode steps for slots 0 .. rows - 1."""
         self.tp.broadcast(self.buffers.table)
-        # top-k, top-p and min-p use torch operations that cannot be captured in a graph
-        inside = not params.filters
+        # top-k, top-p, min-p and top_logprobs use torch operations that are not captured in a graph
+        inside = not params.filters and not params.top_logprobs
         key = (rows, params.greedy, params.temperature if inside else None, inside)
         if not self.use_graphs or not self._captures(key, rows, params if inside else None):
             for _ in range(count):
@@ -215,13 +217,15 @@ class GraphDecoder:
         """The choices of the routers in the last step, (B, layers, k) int16."""
         raise NotImplementedError
 
+    def _outputs(self, first: int, rows: int, shift: int = 0) -> torch.Tensor:
+        """Where the next tokens of slots `first` and following are stored, plus `shift`: (rows,). Not live: the end."""
+        fields = (triton_kernels.OUT, triton_kernels.STEP, triton_kernels.STATUS)
+        out, step, status = (self.buffers.state[i, first : first + rows].long() for i in fields)
+        return torch.where(status == triton_kernels.LIVE, out + step + shift, self.buffers.size.responses)
+
     def _store_experts(self, rows: int) -> None:
         """Write the choices of the routers for the input tokens of a step next to these tokens."""
-        buffers = self.buffers
-        fields = (triton_kernels.OUT, triton_kernels.STEP, triton_kernels.STATUS)
-        out, step, status = (buffers.state[i, :rows].long() for i in fields)
-        at = torch.where(status == triton_kernels.LIVE, out + step - 1, len(buffers.routed_experts) - 1)
-        buffers.routed_experts.index_copy_(0, at, self.collect_experts())
+        self.buffers.routed_experts.index_copy_(0, self._outputs(0, rows, -1), self.collect_experts())
 
     # ---- sampling -----------------------------------------------------------------------------------------------
 
@@ -235,11 +239,13 @@ class GraphDecoder:
         softcap = None if capped else self.decoder.final_softcap
         buffers, rows = self.buffers, len(logits)
         responses = (buffers.state, buffers.tokens, buffers.log_probs, buffers.is_stop, first, buffers.slots)
-        if params.filters:
+        if params.filters or params.top_logprobs:
             logits = logits.float() if softcap is None else softcap * torch.tanh(logits.float() / softcap)
             state, uniforms = buffers.state[:, first : first + rows], buffers.uniforms[:, first : first + rows]
             line = (state[triton_kernels.STEP] - state[triton_kernels.START]).clamp_(0, CHUNK - 1)
             sampled = choose(logits, params, uniforms.gather(0, line[None].long())[0])
+            if params.top_logprobs:
+                buffers.top.index_copy_(0, self._outputs(first, rows), top_log_probs(logits, params))
             triton_kernels.store_tokens[(rows,)](*sampled, *responses, num_warps=1)
             return
         scale = 1.0 if params.greedy else 1 / params.temperature

@@ -73,7 +73,7 @@ class NativeRollout(RolloutEngine):
         ValueError: the module is not supported, or has no experts to record.
     """
 
-    sampling_keys = SAMPLING_KEYS
+    sampling_keys = SAMPLING_KEYS | {"top_logprobs", "prompt_logprobs"}
     supports_tensor_parallel = True
     records_routing = True
 
@@ -113,6 +113,8 @@ class NativeRollout(RolloutEngine):
         self.forward = forward
         self.weights = weights
         self.tp = tp
+        if tp.size > 1:  # the module has slices of the parameters
+            self.sampling_keys -= {"prompt_logprobs"}
         self.records = records
         self.stats = RolloutStats()
         #: guards the start of work: `generate` and `generate_one` share one cache, so only one of them runs at a time

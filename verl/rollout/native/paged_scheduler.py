@@ -19,7 +19,7 @@ from verl.rollout.native.scheduler import Row
 from verl.rollout.native.triton_kernels import BLOCK_SIZE
 from verl.rollout.native.vision import PromptImages
 from verl.rollout.request import Completion, SamplingParams
-from verl.rollout.sampling import check_finite, uniform
+from verl.rollout.sampling import check_finite, read_top, uniform
 
 _LINES_READ = 2048  # output lines that are copied to the host at once
 
@@ -133,10 +133,12 @@ class PagedScheduler:
         self.max_rows = max_rows
         self.line_width = line_width
         self.free_lines = deque(range(lines))
-        # (lines, width)
-        self.tokens, self.log_probs = (
-            values[: lines * line_width].view(lines, line_width)
-            for values in (self.buffers.tokens, self.buffers.log_probs)
+        top = min(params.top_logprobs, decoder.decoder.vocab_size)
+        self.buffers.top = torch.zeros(self.buffers.size.responses + 1, top, 2, device=self.device)
+        # (lines, width), and of `top` (lines, width, K, 2)
+        self.tokens, self.log_probs, self.top = (
+            values[: lines * line_width].unflatten(0, (lines, line_width))
+            for values in (self.buffers.tokens, self.buffers.log_probs, self.buffers.top)
         )
         self.waiting: deque[Sample] = deque()
         self.free_blocks = list(range(self.buffers.blocks))
@@ -213,7 +215,7 @@ class PagedScheduler:
         self.free_lines += [sample.line for sample in samples]
         return completions
 
-    def sampled(self, since: Mapping[int, int]) -> list[tuple[Row, list[int], list[float]]]:
+    def sampled(self, since: Mapping[int, int]) -> list[tuple]:
         """See `SlotScheduler.sampled`. Waits for the launched steps."""
         tokens, steps = [], self.buffers.state[triton_kernels.STEP, : len(self.slots)].tolist()
         for sample, step in zip(self.slots, steps):
@@ -222,7 +224,8 @@ class PagedScheduler:
             first, end = since.get(sample.row.index, step), step if sample.row.stop is None else len(sample.tokens)
             if first < end:
                 new = sample.line, slice(first, end)
-                tokens.append((sample.row, self.tokens[new].tolist(), self.log_probs[new].tolist()))
+                top = [read_top(self.top[new])] if self.params.top_logprobs else []
+                tokens.append((sample.row, self.tokens[new].tolist(), self.log_probs[new].tolist(), *top))
         return tokens
 
     # ---- steps --------------------------------------------------------------------------------------------------
@@ -430,6 +433,8 @@ class PagedScheduler:
             check_finite(torch.tensor([torch.nan]), [row.index], [row.sample_id])
         cut = "length" if end == row.limit else "abort"
         completion = Completion(tokens[:end].tolist(), log_probs[:end].tolist(), "stop" if stopped else cut)
+        if self.params.top_logprobs:
+            completion.top_log_probs = read_top(self.top[sample.line, :end])
         if self.decoder.records:
             out = sample.line * self.line_width
             choices = self.buffers.routed_experts[out : out + max(0, end - 1)]

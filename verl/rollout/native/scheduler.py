@@ -14,7 +14,7 @@ from verl.rollout.native.decoder import Decoder
 from verl.rollout.native.torch_decoder import TorchDecoder
 from verl.rollout.native.vision import PromptImages
 from verl.rollout.request import SEARCH_INTERVAL, Completion, Request, SamplingParams, StopStrings
-from verl.rollout.sampling import check_finite, uniform
+from verl.rollout.sampling import check_finite, read_top, top_log_probs, uniform
 
 #: steps for which random numbers are generated at once, and after which log-probs are checked
 _BLOCK_STEPS = 32
@@ -106,6 +106,8 @@ class SlotScheduler:
         self.free_lines = deque(range(lines))
         self.tokens = torch.zeros(lines * width, dtype=torch.int64, device=self.device)
         self.log_probs = torch.zeros(lines * width, dtype=torch.float32, device=self.device)
+        top = min(params.top_logprobs, decoder.decoder.vocab_size)
+        self.top = torch.zeros(lines * width, top, 2, device=self.device)  # of `top_log_probs`
         self.lengths = [0] * lines
         #: choices of the routers per output token, and of the prompt of each line (with decoder.records)
         self.routed_experts: torch.Tensor | None = None
@@ -179,6 +181,8 @@ class SlotScheduler:
         for line, row, ids, lps in zip(lines, rows, tokens.tolist(), log_probs.tolist()):
             length = self.lengths[line]
             completion = Completion(ids[:length], lps[:length], self._reason(line, ids[length - 1]))
+            if self.params.top_logprobs:
+                completion.top_log_probs = read_top(self.top[line * self.width :][:length])
             if self.routed_experts is not None:  # of the prompt and all but the last response token
                 start = line * self.width
                 choices = self.prompt_experts.pop(line), self.routed_experts[start : start + length - 1]
@@ -190,8 +194,9 @@ class SlotScheduler:
         self.free_lines += lines
         return completions
 
-    def sampled(self, since: Mapping[int, int]) -> list[tuple[Row, list[int], list[float]]]:
-        """New tokens of active rows and their log-probs. since: Row.index -> tokens that the caller already has."""
+    def sampled(self, since: Mapping[int, int]) -> list[tuple]:
+        """(row, new tokens, ...) of active rows, as `Request.on_tokens` gets them. since: Row.index -> tokens that the
+        caller already has."""
         tokens = []
         for line, step in self.state[[_LINE, _STEP], : self.active].T.tolist():
             row = self.rows[line]
@@ -199,7 +204,8 @@ class SlotScheduler:
             end = step + 1 if row.stop is None else self.searched[line]
             if since.get(row.index, end) < end:
                 new = slice(line * self.width + since[row.index], line * self.width + end)
-                tokens.append((row, self.tokens[new].tolist(), self.log_probs[new].tolist()))
+                top = [read_top(self.top[new])] if self.params.top_logprobs else []
+                tokens.append((row, self.tokens[new].tolist(), self.log_probs[new].tolist(), *top))
         return tokens
 
     def resize(self, decoder: TorchDecoder, slots: int, width: int) -> None:
@@ -211,7 +217,7 @@ class SlotScheduler:
             new[:before, : self.width] = old.unflatten(0, (before, self.width))
             return new.flatten(0, 1)
 
-        self.tokens, self.log_probs = widened(self.tokens), widened(self.log_probs)
+        self.tokens, self.log_probs, self.top = map(widened, (self.tokens, self.log_probs, self.top))
         self.routed_experts = None if self.routed_experts is None else widened(self.routed_experts)
         shift = self.state[_LINE] * (width - self.width)
         self.state[_OUT] += shift
@@ -307,6 +313,8 @@ class SlotScheduler:
         out = state[_OUT]
         self.tokens.index_copy_(0, out, tokens)
         self.log_probs.index_copy_(0, out, log_probs)
+        if self.params.top_logprobs:
+            self.top.index_copy_(0, out, top_log_probs(logits, self.params))
         return tokens
 
     def _retire(self, slots: slice) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import ray
 import yaml
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 
 from verl.config import schema
 from verl.processes.limits import Limits
@@ -68,7 +68,8 @@ def prepare_runtime_env(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 REPLACEMENT_SECONDS = 60.0  # for another node to replace a lost one, before a restart uses fewer
 _LOOK_SECONDS = 1.0
-_PROBE_SECONDS = 5.0  # for a host to accept a connection
+_PROBE_SECONDS = 5.0  # for a host to accept a connection, and to answer
+_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5)  # what a client of gRPC sends first
 _LOCAL_TIMEOUT = 3.0  # seconds: a local Ray has its resources immediately or never
 _LOCAL_ADVICE = (
     "No cluster was found to join, so Ray was started on this host for this run only: start Ray on every node first "
@@ -175,15 +176,25 @@ class RayCluster:
     def _check_address(self) -> str:
         """The address of the cluster to join. Raises ValueError if nothing listens there, for which Ray waits long."""
         setting = "ray_kwargs.ray_init.address" if self.settings.get("address") else "RAY_ADDRESS"
-        address = self.settings.get("address") or os.environ.get("RAY_ADDRESS") or "auto"
-        host, _, port = address.rpartition("://")[2].rpartition(":")
+        address = found = self.settings.get("address") or os.environ.get("RAY_ADDRESS") or "auto"
+        if address == "auto" and not ray.is_initialized():
+            with contextlib.suppress(ConnectionError):  # there is none
+                found = services.canonicalize_bootstrap_address("auto", self.settings.get("_temp_dir"))
+        host, _, port = found.rpartition("://")[2].rpartition(":")
         if port.isdecimal() and host and not ray.is_initialized():
             try:
-                socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
+                with socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS) as connection:
+                    if os.environ.get("RAY_USE_TLS", "0") == "0":
+                        connection.sendall(_HTTP2)
+                        if connection.recv(4)[3:] != b"\4":  # the settings of a gRPC server
+                            raise OSError("another service answers")
             except OSError as error:
+                if address == "auto" and not self.settings.get("address"):
+                    logger.warning("the last Ray cluster, %s, is gone (%s): Ray is started for this run", found, error)
+                    return "local"
                 raise ValueError(
                     f"{setting}={address}: no Ray cluster listens there ({error}): set the address of a cluster that "
-                    f"runs (`ray status --address {address}`), start one (`ray start --head`), or remove {setting}: "
+                    f"runs (`ray status --address {found}`), start one (`ray start --head`), or remove {setting}: "
                     "Ray is then started for this run only"
                 ) from None
         return address
@@ -199,12 +210,9 @@ class RayCluster:
                     raise
         with _on_loopback():
             started = ray.init(**{"_node_ip_address": "127.0.0.1", **self.ray_init, "address": "local"}).address_info
-        if "_node_ip_address" not in self.settings and not is_loopback(started["node_ip_address"]):
-            logger.warning(
-                "Ray %s listens on %s, also for other hosts (docs/security.md)",
-                ray.__version__,
-                started["node_ip_address"],
-            )
+        ip = started["node_ip_address"]
+        if "_node_ip_address" not in self.settings and not is_loopback(ip):
+            logger.warning("Ray %s listens on %s, also for other hosts (docs/security.md)", ray.__version__, ip)
         return started
 
     def shutdown(self) -> None:

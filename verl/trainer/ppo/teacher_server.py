@@ -26,7 +26,7 @@ class TeacherServer:
     """Sends prompt and response as the prompt of a completion, and reads the log-probs of its tokens, at temperature 1.
 
     Args:
-        teacher: its server_url and model_path.
+        teacher: its server_url, model_path and api_key.
         timeout: seconds for one request.
     """
 
@@ -65,7 +65,8 @@ class TeacherServer:
         url = self.teacher.server_url.rstrip("/") + "/completions"
         body = {"model": self.teacher.model_path, "prompt": token_ids, "max_tokens": 1, "temperature": 0}
         data = json.dumps(body | {"prompt_logprobs": num_candidates}).encode()
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        token = {} if self.teacher.api_key is None else {"Authorization": f"Bearer {self.teacher.api_key}"}
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"} | token)
         try:
             with urllib.request.urlopen(request, timeout=self.timeout) as response:
                 (choice,) = json.load(response)["choices"]

@@ -81,8 +81,8 @@ _current = threading.local()
 
 
 def expand(module: torch.nn.Module, latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ForwardPass.expand` of the pass that runs."""
-    return _current.forward_pass.expand(module, latents, rotated)
+    """`ForwardPass.expand` of the pass that runs; without one, the model is called by itself."""
+    return getattr(_current, "forward_pass", ForwardPass()).expand(module, latents, rotated)
 
 
 @contextmanager
