@@ -195,3 +195,9 @@ def _as_override(value: Any) -> str:
     if isinstance(value, str) and yaml.safe_load(value) == value:
         return value
     return json.dumps(value, ensure_ascii=False)
+
+
+if __name__ == "__main__":
+    from verl.cli.app import app
+
+    app(["config", *sys.argv[1:]], prog_name="verl")

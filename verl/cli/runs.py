@@ -25,7 +25,7 @@ def _default(context: typer.Context) -> None:
 def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None:
     """List the runs of a folder, the newest first."""
     from verl.tracking.formatting import format_duration
-    from verl.tracking.runs import open_run, run_folders
+    from verl.tracking.runs import LOSSES, open_run, run_folders
     from verl.trainer.startup.command_line import user_errors
 
     with user_errors():
@@ -38,15 +38,19 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
             err=True,
         )
         raise typer.Exit(1)
-    table = _table("run", "algorithm", "model", "steps", "reward", "best", "validation", "best", "state", "age")
+    losses = ["loss"] if any(run.reward_name in LOSSES for run in records) else []
+    figured = ["reward", "best", *losses, "validation", "best"]
+    table = _table("run", "algorithm", "model", "steps", *figured, "state", "age")
     for column in table.columns:
         column.no_wrap, column.justify = column.header != "run", "right" if column.header in _NUMBERS else "left"
     for run in records:
         total = run.about.get("total_steps")
         name = str(run.folder.relative_to(folder)) if run.folder != folder else run.name
         steps = f"{run.steps}/{total}" if total else str(run.steps)
-        metrics = (run.reward_name, next(iter(run.validation_names), None))
-        figures = [cell for metric in metrics for cell in _figures(metric, run.metrics.get(metric or "", ()))[1:]]
+        rewards, validation = ("-", "-"), next(iter(run.validation_names), None)
+        trained = _figures(run.reward_name, run.metrics.get(run.reward_name or "", ()))[1:]
+        rewards, loss = (rewards, trained) if run.reward_name in LOSSES else (trained, rewards)
+        figures = [*rewards, *loss[: len(losses)], *_figures(validation, run.metrics.get(validation or "", ()))[1:]]
         cells = (name, run.algorithm, run.model, steps, *figures, run.state, format_duration(run.age))
         table.add_row(*map(console_text, cells))
     _print(table)
@@ -109,7 +113,7 @@ def report(
     typer.echo(f"report: {console_text(str(path))} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")
 
 
-_NUMBERS = ("steps", "reward", "best", "validation")
+_NUMBERS = ("steps", "reward", "best", "loss", "validation")
 
 
 #: characters of a table whose cells may be folded, where there is no terminal
