@@ -234,6 +234,7 @@ def test_a_position_in_a_different_order_is_refused(change, message):
 def test_describe_counts_steps_and_dropped_rows():
     text = ResumableSampler(7473, 256).describe()
     assert text == "7,473 prompts: 29 steps of 256 per epoch, last 49 prompts dropped"
+    assert ResumableSampler(5, 4).describe() == "5 prompts: 1 step of 4 per epoch, last 1 prompt dropped"
 
 
 @pytest.mark.parametrize(

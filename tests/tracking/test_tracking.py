@@ -368,7 +368,7 @@ def test_images_of_samples_in_wandb(tmp_path):
     environment = {**os.environ, "WANDB_MODE": "offline"}
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, env=environment)
     (table,) = (json.loads(path.read_text()) for path in tmp_path.rglob("*.table.json"))
-    assert table["columns"] == ["input", "images"] and table["data"][1] == ["b", "[]"]
+    assert table["columns"] == ["input", "images"] and table["data"][1] == ["b", None]
     shown = table["data"][0][1]
     assert (shown["_type"], shown["width"], shown["height"]) == ("image-file", 128, 32)
     (file,) = tmp_path.rglob("*/media/images/**/*.png")

@@ -1,6 +1,7 @@
 """What `verl config` prints: explain, show, diff and convert. The commands are declared in `verl.cli.app`."""
 
 import json
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -197,7 +198,6 @@ def _as_override(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-if __name__ == "__main__":
-    from verl.cli.app import app
-
-    app(["config", *sys.argv[1:]], prog_name="verl")
+if __name__ == "__main__":  # `verl config`
+    sys.argv.insert(1, "config")
+    runpy.run_module("verl", run_name="__main__")

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 import typer
 
-from verl.cli.runs import _print, _table
+from verl.cli.runs import new_table, print_table
 from verl.utils.redaction import console_text
 
 #: name -> a random value, of the numbers or values in the file
@@ -200,12 +200,12 @@ def print_results(trials: Sequence[Trial], metric: str | None) -> None:
     rises = best_point(name, [(0, 0.0), (1, 1.0)])[0] == 1
     ranked = sorted(best, key=best.get, reverse=rises)
     keys = [key.rpartition(".")[2] for key in trials[0].settings]
-    table = _table(*keys, f"best {name}", "last", "steps", "time", "state")
+    table = new_table(*keys, f"best {name}", "last", "steps", "time", "state")
     for i in [*ranked, *(i for i in range(len(trials)) if i not in best)]:
         scores = [f"{best[i]:.4g}", f"{series[i][-1][1]:.4g}"] if i in best else ["-", "-"]
         progress = [runs[i].steps, format_duration(runs[i].seconds), trials[i].state()]
         table.add_row(*(console_text(str(cell)) for cell in (*trials[i].settings.values(), *scores, *progress)))
-    _print(table)
+    print_table(table)
     groups: dict[str, list[float]] = {}
     for i in ranked:
         others = [f"{key}={value}" for key, value in zip(keys, trials[i].settings.values()) if not key.endswith("seed")]

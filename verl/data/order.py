@@ -30,6 +30,7 @@ from torch.utils.data import Sampler
 
 from verl.dataflow import Stateful
 from verl.protocol import DataProto
+from verl.tracking.formatting import counted
 
 if TYPE_CHECKING:
     from verl.data.prefetch import Item
@@ -72,9 +73,11 @@ class ResumableSampler:
     def describe(self, unit: str = "prompts") -> str:
         """Text such as "7,473 prompts: 29 steps of 256 per epoch, last 49 prompts dropped"."""
         dropped = self.num_rows % self.batch_size
-        unit_dropped = unit.removesuffix("s") if dropped == 1 else unit
-        steps = f"{self.num_rows:,} {unit}: {self.steps_per_epoch:,} steps of {self.batch_size:,} per epoch"
-        return f"{steps}, last {dropped:,} {unit_dropped} dropped" if dropped else steps
+        last = f", last {counted(dropped, unit.removesuffix('s'))} dropped" if dropped else ""
+        return f"{self.num_rows:,} {unit}: {self._steps()}{last}"
+
+    def _steps(self) -> str:
+        return f"{counted(self.steps_per_epoch, 'step')} of {self.batch_size:,} per epoch"
 
     def next_items(self) -> list[tuple[int, int]]:
         """(epoch, row number) of every prompt of the next batch; advances by one step."""
@@ -123,14 +126,14 @@ class WeightedOrder(ResumableSampler):
     ):
         super().__init__(sum(map(len, files.values())), batch_size, seed=seed, shuffle=shuffle)
         self.files, self.weights, self.taken = files, list(weights), [0] * len(files)
-        exact = [Fraction(str(weight)) for weight in weights]
-        self.shares = [weight / sum(exact) for weight in exact]
+        ratios = [Fraction(str(weight)) for weight in weights]
+        self.shares = [weight / sum(ratios) for weight in ratios]
         self._orders: dict[int, tuple[int, np.ndarray]] = {}  # file -> the number of its last pass and its order
 
     def describe(self, unit: str = "prompts") -> str:
         files = zip(self.shares, self.files.items())
         mixed = ", ".join(f"{float(share):.1%} {name} ({len(rows):,})" for share, (name, rows) in files)
-        return f"{self.num_rows:,} {unit}, {mixed}: {self.steps_per_epoch:,} steps of {self.batch_size:,} per epoch"
+        return f"{self.num_rows:,} {unit}, {mixed}: {self._steps()}"
 
     def next_items(self) -> list[tuple[int, int]]:
         """(pass over its file, row number) of every prompt of the next batch; advances by one step."""

@@ -246,8 +246,9 @@ class WandbTracker(Tracker):
         self._run.log({name: table, "training/global_step": step})
 
     def _cell(self, value: Any) -> Any:
+        """An image, or None for an empty list of them: a column of wandb has one type."""
         image = first_image(value)
-        return _cell(value) if image is None else self._wandb.Image(image)
+        return self._wandb.Image(image) if image is not None else None if value == [] else _cell(value)
 
     def finish(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
