@@ -365,14 +365,16 @@ def test_images_of_samples_in_wandb(tmp_path):
         "    run.log_samples('s', [{'input': 'a', 'images': [image] * 2}, {'input': 'b', 'images': []}], 1)\n"
         "assert not run.failures, run.failures\n"
     )
-    environment = {**os.environ, "WANDB_MODE": "offline"}
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DATA_DIR": str(tmp_path / "data")}
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, env=environment)
-    (table,) = (json.loads(path.read_text()) for path in tmp_path.rglob("*.table.json"))
-    assert table["columns"] == ["input", "images"] and table["data"][1] == ["b", None]
-    shown = table["data"][0][1]
-    assert (shown["_type"], shown["width"], shown["height"]) == ("image-file", 128, 32)
-    (file,) = tmp_path.rglob("*/media/images/**/*.png")
-    assert Image.open(file).getpixel((5, 5)) == (250, 0, 0)
+    (table,) = (json.loads(path.read_text()) for path in (tmp_path / "wandb").rglob("*.table.json"))
+    assert table == {"columns": ["input", "images"], "data": [["a", "Image"], ["b", None]]}
+    pictures = [
+        Image.open(path)
+        for path in (tmp_path / "data").rglob("*")
+        if path.is_file() and path.read_bytes()[:4] == b"\x89PNG"
+    ]
+    assert [(each.size, each.getpixel((5, 5))) for each in pictures] == [((128, 32), (250, 0, 0))]
 
 
 @pytest.mark.slow
