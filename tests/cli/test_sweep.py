@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from examples.quickstart.tiny_model import tiny_model
 from verl.cli import sweep
 from verl.cli.app import app
+from verl.trainer.guards.interruption import Stopped
 
 LR = "actor_rollout_ref.actor.optim.lr"
 COMMON = ["data.train_files=a.jsonl", "data.train_batch_size=8", "actor_rollout_ref.model.path=model"]
@@ -101,6 +102,16 @@ def test_slurm_runs_the_trials_that_have_not_finished(folder):
     assert status == 0 and "sbatch sweeps/lr/sweep.slurm" in output and "#SBATCH --array=0-1\n" in text
     assert "trainer.seed=1" in text and "trainer.seed=3" in text and "trainer.seed=2" not in text
     subprocess.run(["bash", "-n", "sweeps/lr/sweep.slurm"], check=True)
+
+
+@pytest.mark.parametrize(("signal", "status"), [(KeyboardInterrupt(), 130), (Stopped(15), 143)])
+def test_an_interrupted_sweep_ends_with_the_status_of_the_signal(folder, signal, status, monkeypatch):
+    def popen(*_, **__):
+        raise signal
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    code, output = call(write(folder, "grid: {trainer.seed: [1]}"), *COMMON)
+    assert code == status and "the same command continues the sweep" in output
 
 
 def test_trials_run_fail_and_continue(folder):

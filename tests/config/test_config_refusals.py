@@ -182,6 +182,9 @@ COMBINATIONS = {
     f"{TRANSFORMER}moe_router_topk=4": "use model.path",
     f"{TRANSFORMER}pipeline_model_parallel_layout=Et*2tL": "num_layers_in_last_pipeline_stage",
     f"{MEGATRON}override_ddp_config.grad_reduce_in_fp32=False": "gradients are reduced in fp32",
+    f"{ACTOR}router_replay.mode=R3 {ROLLOUT}enable_rollout_routing_replay=true {ROLLOUT}name=hf": (
+        "rollout.name=hf does not report the experts that it chooses: use rollout.name=native, or"
+    ),
     f"{MEGATRON}router_replay.mode=R3": "enable_rollout_routing_replay=true, or use R2",
     f"{MEGATRON}use_dist_checkpointing=true": "is not set: remove this key (initial weights are read from model.path",
     **dict.fromkeys(

@@ -1,17 +1,23 @@
 """Files to rows, and the order of training: exact resume at every position."""
 
+import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from torch.utils.data import SequentialSampler
 
+from verl.config import ConfigError
 from verl.data import files
 from verl.data.files import read_rows
-from verl.data.order import PromptSource, ResumableSampler
+from verl.data.order import PromptSource, ResumableSampler, WeightedOrder
 from verl.data.readers import JsonLines
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.protocol import DataProto
+from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.main_ppo import main
 
 ROWS = [{"prompt": f"p{i}", "answer": str(i), "extra": {"k": i}} for i in range(5)]
 
@@ -228,6 +234,7 @@ def test_a_position_in_a_different_order_is_refused(change, message):
 def test_describe_counts_steps_and_dropped_rows():
     text = ResumableSampler(7473, 256).describe()
     assert text == "7,473 prompts: 29 steps of 256 per epoch, last 49 prompts dropped"
+    assert ResumableSampler(5, 4).describe() == "5 prompts: 1 step of 4 per epoch, last 1 prompt dropped"
 
 
 @pytest.mark.parametrize(
@@ -242,6 +249,128 @@ def test_impossible_batches(arguments, message):
     num_rows, batch_size, seed = arguments
     with pytest.raises(ValueError, match=message):
         ResumableSampler(num_rows, batch_size, seed=seed)
+
+
+# ---- files with weights ---------------------------------------------------------------------------------------------
+
+
+def weighted(sizes=(3, 7), weights=(0.6, 0.4), batch_size=4, seed=2, shuffle=True):
+    ends = np.cumsum([0, *sizes])
+    rows = {name: np.arange(*ends[i : i + 2]) for i, name in enumerate("abcdef"[: len(sizes)])}
+    return WeightedOrder(rows, list(weights), batch_size, seed=seed, shuffle=shuffle)
+
+
+@pytest.mark.parametrize("weights", [(0.7, 0.3), (7, 3)])
+def test_counts_follow_the_weights(weights):
+    """Prompt n is of the file with the larger of 0.7 n - a and 0.3 n - b, where a and b are what both have had:
+
+    n    1   2   3   4  | 5   6   7   8  | 9   10  11  12     (5: 0.5 and 0.5, 8: 0.6 and 0.4, 9: 0.3 and 0.7)
+    a   .7  .4 1.1  .8  | .5  .2  .9  .6 | .3 1.0  .7  .4
+    b   .3  .6 -.1  .2  | .5  .8  .1  .4 | .7  .0  .3  .6
+    """
+    order = weighted((100, 10), weights, shuffle=False)
+    drawn = ["".join("a" if row < 100 else "b" for _, row in order.next_items()) for _ in range(3)]
+    assert drawn == ["abaa", "abaa", "baab"] and order.taken == [8, 4]
+    for _ in range(22):
+        order.next_items()
+    assert order.taken == [70, 30] and order.epoch == 0  # 110 rows are 27 steps of 4
+
+
+def test_shares_of_many_draws():
+    """0.5, 0.3, 0.15, 0.05 of 4,000: no file is ever a prompt ahead, and at full cycles each has exactly its share."""
+    order = weighted((50, 7, 20, 3), (10, 6, 3, 1), 10)
+    for step in range(1, 401):
+        order.next_items()
+        assert all(had < share * 10 * step + 1 for had, share in zip(order.taken, (0.5, 0.3, 0.15, 0.05)))
+        assert step % 2 or order.taken == [5 * step, 3 * step, 1.5 * step, 0.5 * step]
+
+
+def test_a_file_is_read_once_per_pass_in_a_new_order():
+    order = weighted((3, 6), (1, 1), 2, seed=5)
+    items = [item for _ in range(12) for item in order.next_items()]
+    small = [item for item in items if item[1] < 3]
+    assert len({*items}) == 24 and len(small) == 12
+    passes = [tuple(row for number, row in small if number == n) for n in range(4)]
+    assert all({*each} == {0, 1, 2} for each in passes) and len({*passes}) > 1
+
+
+@pytest.mark.parametrize("stop", range(6))
+def test_a_weighted_order_is_resumed_at_every_position(stop):
+    order, first, second = weighted(), weighted(), weighted()
+    straight = [order.next_items() for _ in range(10)]
+    before = [first.next_items() for _ in range(stop)]
+    state = json.loads(json.dumps(first.state_dict()))
+    for _ in range(2):  # a new one, and one that has moved on
+        second.load_state_dict(state)
+        assert before + [second.next_items() for _ in range(10 - stop)] == straight
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"weights": [0.5, 0.5]}, r"weights is \[0.6, 0.4\], but \[0.5, 0.5\] in the checkpoint"),
+        ({"rows_per_file": [4, 6]}, r"rows_per_file is \[3, 7\]"),
+        ({"taken": [1, 2]}, r"\[1, 2\] prompts of 2 files are not those of 1 steps"),
+    ],
+)
+def test_a_position_of_other_weights_is_refused(change, message):
+    order = weighted()
+    order.next_items()
+    with pytest.raises(ValueError, match=message):
+        order.load_state_dict({**order.state_dict(), **change})
+
+
+@pytest.fixture
+def mixed_run(tiny_run, tmp_path):
+    """4 prompts a step of two files, 0.75 and 0.25: 3 and 1 in every step."""
+    settings, _ = tiny_run
+    other = tmp_path / "other.jsonl"
+    train = Path(next(each for each in settings if each.startswith("data.train_files=")).partition("=")[2])
+    rows = [json.loads(line) for line in train.read_text().splitlines()]
+    other.write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    more = ["algorithm.name=grpo", f"data.train_files=[{train},{other}]", "data.train_weights=[0.75,0.25]"]
+    return [*settings, *more, "trainer.test_freq=-1", "trainer.save_freq=2"], len(rows)
+
+
+def test_a_run_with_weights_resumes_with_the_same_prompts(mixed_run, tmp_path):
+    settings, rows = mixed_run
+
+    def uids(steps, folder):
+        arguments = [f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={tmp_path / folder}"]
+        trainer, seen = LocalPPOTrainer(overrides=[*settings, *arguments]), []
+        trainer.on_step.append(lambda report: seen.append(list(trainer.batch.non_tensor_batch["uid"])))
+        trainer.fit()
+        return seen
+
+    straight = uids(4, "straight")
+    assert [sum(int(uid.split(":")[1]) >= rows for uid in step) for step in straight] == [2] * 4  # n=2
+    assert uids(2, "cut") + uids(4, "cut") == straight
+
+
+def test_a_dry_run_tells_the_share_of_each_file(mixed_run, capsys):
+    settings, rows = mixed_run
+    assert main([*settings, "--dry-run"]) == 0
+    assert re.search(rf"75\.0% tiny \({rows}\), 25\.0% other \(3\): \d+ steps of 4 per epoch", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ("data.train_weights=[1]", "expected one weight for each of data.train_files, found 1 for 2"),
+        ("data.train_weights=[1,2,3]", "found 3 for 2"),
+        ("data.train_weights=[0,1]", r"data.train_weights.* expected list\[float"),
+        ("data.sampler={class_path: a.py, class_name: A}", "decides the order, as data.train_weights does"),
+        ("data.train_max_samples=2", r"files with at least one row each, found 2 of tiny, 0 of other"),
+    ],
+)
+def test_weights_that_do_not_fit(change, message, mixed_run):
+    with pytest.raises((ConfigError, ValueError), match=message):
+        LocalPPOTrainer(overrides=[*mixed_run[0], change])
+
+
+def test_weights_and_a_sampler_object_are_refused(mixed_run):
+    with pytest.raises(ValueError, match="no sampler, found the sampler SequentialSampler: remove one"):
+        LocalPPOTrainer(overrides=mixed_run[0], train_sampler=SequentialSampler(range(24)))
 
 
 def test_a_prompt_source_gives_batches_with_one_uid_per_row():

@@ -19,10 +19,11 @@ from tests.vl_models import FAMILIES, PLACEHOLDER, processor, random_image
 from verl.columns import DataProtoValidationError, check
 from verl.config.schema import DataConfig, GenerationConfig
 from verl.data.collate import PromptCollator
+from verl.data.files import read_rows
 from verl.data.media import MediaReader
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset, collate_sft
-from verl.evaluation.prompts import PromptSet
+from verl.evaluation.prompts import PromptSet, Responses, write_output
 from verl.protocol import DataProto
 from verl.single_controller.remote_batch import dumps, loads
 from verl.trainer.state.saved_state import load_state, save_state
@@ -422,6 +423,13 @@ def test_prompts_of_offline_generation(models, tmp_path):
     columns = prompts.columns([0, 1])
     assert columns["uid"] == ["0", "1"] and columns["multi_modal_inputs"][1] is None
     assert columns["multi_modal_inputs"][0]["image_grid_thw"].tolist() == [[1, 6, 4]]
+    (tmp_path / "b").touch()  # the text of a prompt is no path
+    (tmp_path / "away").mkdir()
+    for out, image in ((tmp_path / "out", "a.png"), (tmp_path / "away" / "out", str(tmp_path / "a.png"))):
+        for suffix in (".jsonl", ".parquet"):
+            write_output(prompts, [Responses(["c"], [1], ["stop"])] * 2, out.with_suffix(suffix))
+            rows = read_rows(out.with_suffix(suffix))
+            assert [(row["prompt"], row["images"]) for row in rows] == [("<image>?", [image]), ("b", None)]
     (tmp_path / "a.png").write_bytes(b"")
     with pytest.raises(ValueError, match=r"a.jsonl, line 1, image 0 \(a.png\): .*0 bytes"):
         PromptSet(config, *models())

@@ -121,6 +121,28 @@ def test_the_commands(folder, tmp_path):
         assert failed.exit_code == 1 and message in failed.output
 
 
+def test_a_loss_is_no_reward(folder):
+    """With runs of SFT beside others, the list has a column for their loss."""
+    sft = make_run(folder / "sft")
+    (sft / "metrics.jsonl").write_text('{"step": 1, "time": 0.0, "train/loss": 2.5}\n')
+    head, *lines = CliRunner().invoke(app, ["runs", "list", str(folder)]).stdout.splitlines()
+    assert head.split() == [
+        "run",
+        "algorithm",
+        "model",
+        "steps",
+        "reward",
+        "best",
+        "loss",
+        "validation",
+        "best",
+        "state",
+        "age",
+    ]
+    rows = {line.split()[0]: line.split()[4:9] for line in lines}
+    assert rows["sft"] == ["-", "-", "2.5", "-", "-"] and rows["a"] == ["0.5", "0.5", "-", "0.3", "0.4"]
+
+
 def test_only_the_newest_runs_are_read(folder):
     for number in range(60):
         make_run(folder / f"r{number:02d}", started=time.time())

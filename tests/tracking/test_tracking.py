@@ -79,14 +79,19 @@ def test_jsonl_resumed_holds_no_step_twice_and_loses_nothing(tmp_path):
 
 
 def test_images_of_samples(tmp_path):
-    """Files have them, and texts their number."""
+    """Files have them, texts their number, and TensorBoard the first of each sample."""
     images = [thumbnail(Image.new("RGB", (256, 64), color)) for color in [(250, 0, 0), (0, 0, 250)]]
     shown = Image.open(io.BytesIO(base64.b64decode(images[0].partition(",")[2])))
     assert shown.size == (128, 32) and shown.getpixel((5, 5)) == (250, 0, 0)
     rows = [{"input": "a", "images": images}, {"input": "b", "images": []}]
     with tracking(tmp_path, "tensorboard", "jsonl") as run:
         run.log_samples("samples/train", rows, 1)
-    (text,) = events_of(tmp_path).Tensors("samples/train/text_summary")
+    events = events_of(tmp_path)
+    assert events.Tags()["images"] == ["samples/train/0"]  # the second sample has none
+    (logged,) = events.Images("samples/train/0")
+    picture = Image.open(io.BytesIO(logged.encoded_image_string))
+    assert (logged.step, picture.size, picture.getpixel((5, 5))) == (1, (128, 32), (250, 0, 0))
+    (text,) = events.Tensors("samples/train/text_summary")
     assert "2 images" in str(text.tensor_proto.string_val) and "base64" not in str(text.tensor_proto.string_val)
     (line,) = (tmp_path / "samples.jsonl").read_text().splitlines()
     assert json.loads(line)["rows"] == rows
@@ -346,6 +351,30 @@ def test_names_and_packages_are_checked_before_anything_starts(tmp_path, monkeyp
     (tmp_path / "metrics_service" / "__init__.py").touch()
     importlib.invalidate_caches()
     check_trackers(["service"])
+
+
+@pytest.mark.slow
+def test_images_of_samples_in_wandb(tmp_path):
+    """The file of the table that wandb would upload, written by a process of its own."""
+    pytest.importorskip("wandb")
+    program = (
+        "import sys; from PIL import Image; from verl.tracking.trackers import thumbnail\n"
+        "from verl.tracking.tracking import Tracking\n"
+        "image = thumbnail(Image.new('RGB', (256, 64), (250, 0, 0)))\n"
+        "with Tracking(['wandb'], 'project', 'run', {}, sys.argv[1]) as run:\n"
+        "    run.log_samples('s', [{'input': 'a', 'images': [image] * 2}, {'input': 'b', 'images': []}], 1)\n"
+        "assert not run.failures, run.failures\n"
+    )
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DATA_DIR": str(tmp_path / "data")}
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, env=environment)
+    (table,) = (json.loads(path.read_text()) for path in (tmp_path / "wandb").rglob("*.table.json"))
+    assert table == {"columns": ["input", "images"], "data": [["a", "Image"], ["b", None]]}
+    pictures = [
+        Image.open(path)
+        for path in (tmp_path / "data").rglob("*")
+        if path.is_file() and path.read_bytes()[:4] == b"\x89PNG"
+    ]
+    assert [(each.size, each.getpixel((5, 5))) for each in pictures] == [((128, 32), (250, 0, 0))]
 
 
 @pytest.mark.slow

@@ -165,7 +165,8 @@ def test_offline_generation_on_images(vision, tmp_path):
     GenerationRun(overrides=[f"{key}={value}" for key, value in settings.items()]).run()
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [len(line["responses"]) for line in lines] == [1, 1, 1]
-    assert [line["images"] for line in lines] == [[f"{i}.png"] for i in range(3)]
+    # the paths of the input, which are relative to its folder, are those of the same files in the output
+    assert [line["images"] for line in lines] == [[str(vision / f"{i}.png")] for i in range(3)]
     settings["rollout.prompt_length"] = 4
     with pytest.raises(ValueError, match=r"longer than 4 tokens.*: raise the limit, reduce data.max_pixels, or remove"):
         GenerationRun(overrides=[f"{key}={value}" for key, value in settings.items()]).run()

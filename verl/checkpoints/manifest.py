@@ -31,7 +31,8 @@ def manifest_fault(manifest: Any) -> str | None:
     for name, entry in files.items():
         if not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             return f"files: expected a path inside the checkpoint, found {name!r}"
-        if not isinstance(entry, dict) or not is_count(entry.get("bytes")) or not _is_digest(entry.get("sha256")):
+        digest = entry.get("sha256") if isinstance(entry, dict) and is_count(entry.get("bytes")) else None
+        if not isinstance(digest, str) or re.fullmatch(r"[0-9a-f]{64}", digest) is None:
             return f"files: {name!r}: expected bytes and sha256, found {entry!r}"
     return None
 
@@ -39,7 +40,3 @@ def manifest_fault(manifest: Any) -> str | None:
 def is_count(value: Any) -> bool:
     """Whether a value read from a file is an int of at least 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_digest(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None

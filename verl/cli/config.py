@@ -1,6 +1,7 @@
 """What `verl config` prints: explain, show, diff and convert. The commands are declared in `verl.cli.app`."""
 
 import json
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -195,3 +196,8 @@ def _as_override(value: Any) -> str:
     if isinstance(value, str) and yaml.safe_load(value) == value:
         return value
     return json.dumps(value, ensure_ascii=False)
+
+
+if __name__ == "__main__":  # `verl config`
+    sys.argv.insert(1, "config")
+    runpy.run_module("verl", run_name="__main__")

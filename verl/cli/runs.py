@@ -24,8 +24,8 @@ def _default(context: typer.Context) -> None:
 @runs.command("list")
 def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None:
     """List the runs of a folder, the newest first."""
-    from verl.tracking.formatting import format_duration
-    from verl.tracking.runs import open_run, run_folders
+    from verl.tracking.formatting import counted, format_duration
+    from verl.tracking.runs import LOSSES, open_run, run_folders
     from verl.trainer.startup.command_line import user_errors
 
     with user_errors():
@@ -38,20 +38,26 @@ def list_runs(folder: _Folder = Path("checkpoints"), limit: _Limit = 50) -> None
             err=True,
         )
         raise typer.Exit(1)
-    table = _table("run", "algorithm", "model", "steps", "reward", "best", "validation", "best", "state", "age")
+    losses = ["loss"] if any(run.reward_name in LOSSES for run in records) else []
+    figured = ["reward", "best", *losses, "validation", "best"]
+    table = new_table("run", "algorithm", "model", "steps", *figured, "state", "age")
     for column in table.columns:
         column.no_wrap, column.justify = column.header != "run", "right" if column.header in _NUMBERS else "left"
     for run in records:
         total = run.about.get("total_steps")
         name = str(run.folder.relative_to(folder)) if run.folder != folder else run.name
         steps = f"{run.steps}/{total}" if total else str(run.steps)
-        metrics = (run.reward_name, next(iter(run.validation_names), None))
-        figures = [cell for metric in metrics for cell in _figures(metric, run.metrics.get(metric or "", ()))[1:]]
+        rewards, validation = ("-", "-"), next(iter(run.validation_names), None)
+        trained = _figures(run.reward_name, run.metrics.get(run.reward_name or "", ()))[1:]
+        rewards, loss = (rewards, trained) if run.reward_name in LOSSES else (trained, rewards)
+        figures = [*rewards, *loss[: len(losses)], *_figures(validation, run.metrics.get(validation or "", ()))[1:]]
         cells = (name, run.algorithm, run.model, steps, *figures, run.state, format_duration(run.age))
         table.add_row(*map(console_text, cells))
-    _print(table)
+    print_table(table)
     if len(records) < len(folders):
-        typer.echo(f"{len(folders) - len(records)} older runs in {console_text(str(folder))}: --limit 0 lists all")
+        typer.echo(
+            f"{counted(len(folders) - len(records), 'older run')} in {console_text(str(folder))}: --limit 0 lists all"
+        )
 
 
 @runs.command("compare")
@@ -75,21 +81,21 @@ def compare_runs(
             raise ValueError("expected the folders of two or more runs, found one: verl runs compare A B")
         plot = save_comparison(records, out, metric)
     names = [console_text(name) for name in short_names(records)]
-    table = _table("setting", *names)
+    table = new_table("setting", *names)
     for key, values in differing_settings(records).items():
         table.add_row(console_text(key), *("-" if value is None else console_text(str(value)) for value in values))
     if table.row_count:
-        _print(table, _WIDEST)
+        print_table(table, _WIDEST)
     else:
         typer.echo(
             "no setting differs" if all(run.config for run in records) else "no configuration: a run has no run.json"
         )
-    table = _table("first -> last (best)", *names)
+    table = new_table("first -> last (best)", *names)
     for name in metric or _shown_metrics(records):
         table.add_row(console_text(name), *(_range(name, run.metrics.get(name)) for run in records))
     table.add_row("steps", *(str(run.steps) for run in records))
     table.add_row("time", *(format_duration(run.seconds) for run in records))
-    _print(table, _WIDEST)
+    print_table(table, _WIDEST)
     typer.echo(console_text(f"legend: {'; '.join(labels(records))}\nplot: {plot}"))
 
 
@@ -109,21 +115,21 @@ def report(
     typer.echo(f"report: {console_text(str(path))} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")
 
 
-_NUMBERS = ("steps", "reward", "best", "validation")
+_NUMBERS = ("steps", "reward", "best", "loss", "validation")
 
 
 #: characters of a table whose cells may be folded, where there is no terminal
 _WIDEST = 120
 
 
-def _table(*columns: str) -> Any:
+def new_table(*columns: str) -> Any:
     from rich.table import Column, Table
 
     headings = [Column(column, overflow="fold") for column in columns]
     return Table(*headings, box=None, header_style="bold", pad_edge=False)
 
 
-def _print(table: Any, widest: int = 10_000) -> None:
+def print_table(table: Any, widest: int = 10_000) -> None:
     """Print a table: as wide as the terminal, otherwise as wide as its content, or `widest`."""
     from rich.console import Console
 

@@ -19,6 +19,7 @@ from urllib.parse import quote
 
 import typer
 
+from verl.cli.runs import new_table, print_table
 from verl.utils.redaction import console_text
 
 #: name -> a random value, of the numbers or values in the file
@@ -139,7 +140,7 @@ def sweep(
 
     The same command continues a sweep: trials that have finished are not repeated.
     """
-    from verl.trainer.guards.interruption import sigterm_raises
+    from verl.trainer.guards.interruption import Stopped, sigterm_raises
     from verl.trainer.startup.command_line import user_errors
 
     with user_errors(), sigterm_raises():
@@ -152,7 +153,12 @@ def sweep(
             text = _SLURM.format(name=file.stem, last=len(pending) - 1, cases="\n".join(cases))
             script.write_text(text, encoding="utf-8")
             return typer.echo(console_text(f"sbatch {script}"))
-        run_trials(pending, gpus or [None] * jobs)
+        try:
+            run_trials(pending, gpus or [None] * jobs)
+        except KeyboardInterrupt as stop:
+            stop = stop if isinstance(stop, Stopped) else Stopped(signal.SIGINT)
+            typer.echo(f"stopped by {stop.signal.name}: the same command continues the sweep", err=True)
+            raise typer.Exit(stop.exit_status) from None
         print_results(trials, metric)
     raise typer.Exit(any(trial.state() != "finished" for trial in trials))
 
@@ -194,14 +200,12 @@ def print_results(trials: Sequence[Trial], metric: str | None) -> None:
     rises = best_point(name, [(0, 0.0), (1, 1.0)])[0] == 1
     ranked = sorted(best, key=best.get, reverse=rises)
     keys = [key.rpartition(".")[2] for key in trials[0].settings]
-    table = [[*keys, f"best {name}", "last", "steps", "time", "state"]]
+    table = new_table(*keys, f"best {name}", "last", "steps", "time", "state")
     for i in [*ranked, *(i for i in range(len(trials)) if i not in best)]:
         scores = [f"{best[i]:.4g}", f"{series[i][-1][1]:.4g}"] if i in best else ["-", "-"]
         progress = [runs[i].steps, format_duration(runs[i].seconds), trials[i].state()]
-        table.append([str(cell) for cell in (*trials[i].settings.values(), *scores, *progress)])
-    widths = [max(map(len, column)) for column in zip(*table)]
-    for row in table:
-        typer.echo(console_text("  ".join(map(str.ljust, row, widths)).rstrip()))
+        table.add_row(*(console_text(str(cell)) for cell in (*trials[i].settings.values(), *scores, *progress)))
+    print_table(table)
     groups: dict[str, list[float]] = {}
     for i in ranked:
         others = [f"{key}={value}" for key, value in zip(keys, trials[i].settings.values()) if not key.endswith("seed")]

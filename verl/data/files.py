@@ -59,6 +59,14 @@ class Rows(Sequence):
         for file in self.files:
             yield from map(_without_union, file) if file.has_union else file
 
+    def by_file(self) -> list[np.ndarray]:
+        """The numbers of the rows of each file."""
+        numbers = self._file_numbers(np.arange(len(self)))
+        return [np.flatnonzero(numbers == number) for number in range(len(self.files))]
+
+    def _file_numbers(self, rows: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self._ends, rows, side="right")
+
     def select(self, indices: Sequence[int]) -> "SelectedRows":
         """The rows with these indices."""
         return SelectedRows(self, indices)
@@ -128,6 +136,9 @@ class SelectedRows(Rows):
 
     def _locate(self, row: int) -> tuple[File, int]:
         return self._rows._locate(int(self._indices[row]))
+
+    def _file_numbers(self, rows: np.ndarray) -> np.ndarray:
+        return self._rows._file_numbers(self._indices[rows])
 
     def number(self, row: int) -> int:
         return self._rows.number(int(self._indices[row]))

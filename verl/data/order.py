@@ -1,8 +1,9 @@
 """The order in which training reads the items of a dataset.
 
 ResumableSampler   endless batches of row numbers, with exact resume
+WeightedOrder      the same from several files, with weights
 CustomOrder        the same from a custom sampler
-PromptSource       either as a source of `DataProto` batches: the first operator of a flow
+PromptSource       each of them as a source of `DataProto` batches: the first operator of a flow
 
 A custom sampler (`data.sampler`) is a torch sampler in the form of public verl that decides which rows come next:
 
@@ -20,6 +21,7 @@ import copy
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from fractions import Fraction
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,7 @@ from torch.utils.data import Sampler
 
 from verl.dataflow import Stateful
 from verl.protocol import DataProto
+from verl.tracking.formatting import counted
 
 if TYPE_CHECKING:
     from verl.data.prefetch import Item
@@ -70,9 +73,11 @@ class ResumableSampler:
     def describe(self, unit: str = "prompts") -> str:
         """Text such as "7,473 prompts: 29 steps of 256 per epoch, last 49 prompts dropped"."""
         dropped = self.num_rows % self.batch_size
-        unit_dropped = unit.removesuffix("s") if dropped == 1 else unit
-        steps = f"{self.num_rows:,} {unit}: {self.steps_per_epoch:,} steps of {self.batch_size:,} per epoch"
-        return f"{steps}, last {dropped:,} {unit_dropped} dropped" if dropped else steps
+        last = f", last {counted(dropped, unit.removesuffix('s'))} dropped" if dropped else ""
+        return f"{self.num_rows:,} {unit}: {self._steps()}{last}"
+
+    def _steps(self) -> str:
+        return f"{counted(self.steps_per_epoch, 'step')} of {self.batch_size:,} per epoch"
 
     def next_items(self) -> list[tuple[int, int]]:
         """(epoch, row number) of every prompt of the next batch; advances by one step."""
@@ -102,6 +107,64 @@ class ResumableSampler:
                 f"{self.steps_per_epoch} steps per epoch"
             )
         self.step = state["epoch"] * self.steps_per_epoch + state["step_in_epoch"]
+
+
+class WeightedOrder(ResumableSampler):
+    """Endless batches of row numbers from several files, each with its share of the prompts (`data.train_weights`).
+
+    The next prompt comes from the file that is furthest behind its share, the first of equals: after N prompts, a file
+    with the share w has had less than w * N + 1. A file that ends is repeated in another order. An epoch has as many
+    prompts as all files together, with repeated ones in place of those that the weights leave out.
+
+    Args:
+        files: name -> the numbers of its rows.
+        weights: of each file, in any unit.
+    """
+
+    def __init__(
+        self, files: Mapping[str, np.ndarray], weights: Sequence[float], batch_size: int, *, seed: int, shuffle: bool
+    ):
+        super().__init__(sum(map(len, files.values())), batch_size, seed=seed, shuffle=shuffle)
+        self.files, self.weights, self.taken = files, list(weights), [0] * len(files)
+        ratios = [Fraction(str(weight)) for weight in weights]
+        self.shares = [weight / sum(ratios) for weight in ratios]
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # file -> the number of its last pass and its order
+
+    def describe(self, unit: str = "prompts") -> str:
+        files = zip(self.shares, self.files.items())
+        mixed = ", ".join(f"{float(share):.1%} {name} ({len(rows):,})" for share, (name, rows) in files)
+        return f"{self.num_rows:,} {unit}, {mixed}: {self._steps()}"
+
+    def next_items(self) -> list[tuple[int, int]]:
+        """(pass over its file, row number) of every prompt of the next batch; advances by one step."""
+        items, rows = [], list(self.files.values())
+        for count in range(self.step * self.batch_size + 1, (self.step + 1) * self.batch_size + 1):
+            behind = [share * count - taken for share, taken in zip(self.shares, self.taken)]
+            file = behind.index(max(behind))
+            number, position = divmod(self.taken[file], len(rows[file]))
+            if self._orders.get(file, (-1,))[0] != number:
+                random = np.random.default_rng((self.seed, file, number))
+                self._orders[file] = number, random.permutation(rows[file]) if self.shuffle else rows[file]
+            items.append((number, int(self._orders[file][1][position])))
+            self.taken[file] += 1
+        self.step += 1
+        return items
+
+    def _identity(self) -> dict[str, Any]:
+        sizes = [len(rows) for rows in self.files.values()]
+        return super()._identity() | {"rows_per_file": sizes, "weights": self.weights}
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"taken": list(self.taken)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        taken = list(state.get("taken", ()))
+        super().load_state_dict({key: value for key, value in state.items() if key != "taken"})
+        if len(taken) != len(self.files) or min(taken) < 0 or sum(taken) != self.step * self.batch_size:
+            raise ValueError(
+                f"data position: {taken} prompts of {len(self.files)} files are not those of {self.step} steps"
+            )
+        self.taken = taken
 
 
 def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any], position: Sequence[str]) -> None:
@@ -227,7 +290,7 @@ class PromptSource(Stateful):
         *,
         seed: int = 0,
         shuffle: bool = True,
-        sampler: CustomOrder | None = None,
+        sampler: ResumableSampler | None = None,
         collate: Callable[[list[dict[str, Any]]], DataProto],
         workers: int = 0,
         batches_ahead: int = 1,

@@ -134,6 +134,20 @@ class RLHFDataset(PromptDataset):
         items = {name: np.flatnonzero(self._source_of_item == i) for name, i in self._sources.items()}
         return {name: each for name, each in items.items() if len(each)}
 
+    def items_by_file(self) -> dict[str, np.ndarray]:
+        """The items of each file, by the name of its data source; by its path where two have the same."""
+        self._ensure_tokenized()
+        files, items = self.dataframe.files, self.dataframe.by_file()
+        names = [file.source for file in files]
+        names = [str(file.path) if names.count(file.source) > 1 else file.source for file in files]
+        by_name = dict(zip(names, items))
+        if len(by_name) < len(items) or not all(map(len, items)):
+            raise ValueError(
+                "data.train_weights: expected different files with at least one row each, found "
+                + ", ".join(f"{len(each):,} of {name}" for name, each in zip(names, items))
+            )
+        return by_name
+
     def describe(self, item: int) -> tuple[str, list[str]]:
         """The text of a prompt as the model reads it, with special tokens, and lines about its images and videos."""
         self._ensure_tokenized()

@@ -23,9 +23,11 @@ from verl.data.dataset import Prompt, PromptDataset, describe_overlong, rows_to_
 from verl.data.files import Rows, read_rows
 from verl.data.forms import PROMPTS, find_column, note_columns
 from verl.data.images import FEWER_IMAGE_TOKENS
+from verl.data.media import media_columns
 from verl.data.tokenization import TokenTable, refuse_media
 from verl.tracking.runs import json_line, read_lines
 from verl.utils.disk import raise_disk_full
+from verl.utils.paths import resolved
 
 RESPONSES = "responses"
 """The column with the responses in the output file."""
@@ -129,11 +131,11 @@ def check_output(prompts: PromptSet, path: Path) -> None:
     """
     check_folder("data.output_path", path.parent)
     if path.suffix == ".jsonl":
-        for _ in _lines(prompts, [_NONE] * len(prompts)):
+        for _ in _lines(prompts, [_NONE] * len(prompts), path.parent):
             pass
     else:
         try:
-            pq.write_table(_table(prompts, [_NONE]), io.BytesIO())
+            pq.write_table(_table(prompts, [_NONE], path.parent), io.BytesIO())
         except (ValueError, pa.ArrowException) as error:
             raise ValueError(
                 f"data.output_path: cannot write the rows as parquet, use a file that ends with .jsonl: {error}"
@@ -142,32 +144,60 @@ def check_output(prompts: PromptSet, path: Path) -> None:
 
 def write_output(prompts: PromptSet, responses: "Sequence[Responses]", path: Path) -> None:
     """Write the columns of the input and the responses, a list of texts for each prompt; with agent loops, also the
-    turns of each response and what its reward function gets."""
+    turns of each response and what its reward function gets. Paths of images are those of the input, in any folder."""
     with atomic_write(path) as draft:
         if path.suffix == ".jsonl":
             with draft.open("w", encoding="utf-8", errors="backslashreplace") as file:
-                file.writelines(_lines(prompts, responses))
+                file.writelines(_lines(prompts, responses, path.parent))
         else:
-            pq.write_table(_table(prompts, responses), draft)
+            pq.write_table(_table(prompts, responses, path.parent), draft)
 
 
-def _table(prompts: PromptSet, responses: "Sequence[Responses]") -> pa.Table:
+_TEXTS = ("content", "role", "text", "type")
+
+
+def _with_paths(value: Any, start: Path, folder: Path) -> Any:
+    """A prompt or images of a row, for an output in `folder`: a path relative to `start` is absolute in another one."""
+    if isinstance(value, str):
+        is_relative = start != folder and not os.path.isabs(value) and os.path.isfile(start / value)
+        return str(resolved(start / value)) if is_relative else value
+    if isinstance(value, Mapping):
+        is_text = {key: key in _TEXTS and isinstance(entry, str) for key, entry in value.items()}
+        return {key: x if is_text[key] else _with_paths(x, start, folder) for key, x in value.items()}
+    return [_with_paths(entry, start, folder) for entry in value] if isinstance(value, list) else value
+
+
+def _moved(prompts: PromptSet, i: int, row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The columns of a row as they are in an output in `folder`: the prompt, and its images and videos."""
+    if prompts.media is None:
+        return {}
+    start, columns = prompts.rows.folder(i), {name: row[name] for name in media_columns(prompts.config) if name in row}
+    content = _with_paths({"content": row[prompts.prompt_key]}, start, folder)["content"]
+    return _with_paths(columns, start, folder) | {prompts.prompt_key: content}
+
+
+def _table(prompts: PromptSet, responses: "Sequence[Responses]", folder: Path) -> pa.Table:
     """The first rows, as many as there are responses."""
     table, types = prompts.rows.to_table().slice(0, len(responses)), {RESPONSES: pa.string()}
     if prompts.uses_loops:
         types |= {TURNS: pa.list_(_TURN), INFO: pa.string()}
     if "data_source" not in table.column_names:  # the name that training gives the rows
         table = table.append_column("data_source", pa.array([prompts.rows.source(i) for i in range(len(responses))]))
+    moved = [_moved(prompts, i, prompts.rows[i], folder) for i in range(len(responses) if prompts.media else 0)]
+    for name in moved[0] if moved else ():
+        at, values = table.column_names.index(name), [columns[name] for columns in moved]
+        table = table.set_column(at, name, pa.array(values, type=table.schema.field(name).type))
     for name, kind in types.items():
         values = [getattr(item, name) for item in responses]
         table = table.append_column(name, pa.array(values, type=pa.list_(kind)))
     return table
 
 
-def _lines(prompts: PromptSet, responses: "Sequence[Responses]") -> Iterator[str]:
+def _lines(prompts: PromptSet, responses: "Sequence[Responses]", folder: Path) -> Iterator[str]:
     for i, (row, item) in enumerate(zip(prompts.rows, responses)):
         try:
-            row = {"data_source": prompts.rows.source(i), **row, RESPONSES: item.responses}
+            row = {"data_source": prompts.rows.source(i), **row, **_moved(prompts, i, row, folder)}
+            row[RESPONSES] = item.responses
             row |= {TURNS: item.turns, INFO: item.trajectory_info} if prompts.uses_loops else {}
             yield json.dumps(row, ensure_ascii=False) + "\n"
         except TypeError as error:

@@ -195,7 +195,7 @@ def comparison_table(comparison: BySource[PairedComparison], confidence: float) 
         head = (_cell(name) if len(comparison.sources) > 1 else "", "")
         if result.low is not None:
             table.add_row(*head, f"{confidence:.0%} interval", f"{result.low:+.4f} .. {result.high:+.4f}")
-        table.add_row(*head, "p, sign-flip test", _format_p(result.p_value))
+        table.add_row(*head, "p, sign-flip test", f"{p:.4f}" if (p := result.p_value) >= 1e-4 else "< 0.0001")
         table.add_row(*head, "better, worse, equal", f"{result.wins:,}, {result.losses:,}, {result.ties:,}")
     return table
 
@@ -203,10 +203,6 @@ def comparison_table(comparison: BySource[PairedComparison], confidence: float) 
 def _cell(name: str) -> Text:
     """A name of the data, which may look like markup or contain control characters."""
     return Text(console_text(name))
-
-
-def _format_p(value: float) -> str:
-    return f"{value:.4f}" if value >= 1e-4 else "< 0.0001"
 
 
 def _table(*headings: str) -> Table:

@@ -36,6 +36,7 @@ class EngineTraits:
         own_memory_share: it reserves `gpu_memory_utilization` of the device when it wakes up.
         own_process: rank 0 starts the processes of the other ranks of a tensor-parallel group.
         joins_training_groups: a tensor-parallel group may be the ranks of a sharded training engine, in their order.
+        records_routing: it reports the experts that it chooses (`enable_rollout_routing_replay`).
         images: the model types with images whose log-probs have been compared with those of training; (): it generates
             from text only; None: the engine itself rejects a model that it does not support.
         check_model: "module:function" that raises ValueError for a model, called with the names of its architectures,
@@ -55,6 +56,7 @@ class EngineTraits:
     own_memory_share: bool = False
     own_process: bool = False
     joins_training_groups: bool = False
+    records_routing: bool | None = None
     images: tuple[str, ...] | None = None
     check_model: str = ""
 

@@ -52,6 +52,11 @@ def format_number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Text such as "1 step" and "1,000 steps"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def format_fixed(value: float, width: int) -> str:
     """Format with as many digits as fit into `width` characters (at least 4), right-aligned: `0.625`, `12.50`, `1e-05`.
 
@@ -253,7 +258,7 @@ def summary_lines(
         total = "" if is_complete else f" of {total_steps}"
         trained = f"in {len(values)}{total} step{'s' * (len(values) > 1 or not is_complete)}"
         if len(values) < steps:
-            trained = f"in {len(values)} steps, up to step {steps}{total}"
+            trained = f"in {counted(len(values), 'step')}, up to step {steps}{total}"
         lines.append(f"{label} {first:.2f} -> {last:.2f} {trained} ({time}{means})")
     validations = [name for name in history if name.startswith("val-core/") and "/mean@" in name]
     for name in [*validations[:_MAX_VALIDATIONS], *(["val/loss"] if "val/loss" in history else [])]:

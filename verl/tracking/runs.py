@@ -99,7 +99,8 @@ logger = logging.getLogger(__name__)
 #: names, which differ between any two runs
 _NAMES = {"trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.run_id"}
 #: metrics of the training reward or loss, of which the first one present is shown
-REWARDS = ("critic/score/mean", "critic/rewards/mean", "train/nll", "train/loss")
+LOSSES = ("train/nll", "train/loss")
+REWARDS = ("critic/score/mean", "critic/rewards/mean", *LOSSES)
 #: keys that name the algorithm, and the model, of a run
 _ALGORITHM = ("algorithm.name", "algorithm.adv_estimator")
 _MODEL = ("actor_rollout_ref.model.path", "model.path")

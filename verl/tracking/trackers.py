@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from verl.tracking.console import TrainingProgress
 from verl.tracking.formatting import format_headline, format_line, format_number
 from verl.tracking.runs import json_line, open_steps
@@ -51,6 +53,13 @@ def thumbnail(image: Any) -> str:
     small.save(buffers["jpeg"], "JPEG", quality=80)
     image_format = "png" if buffers["png"].tell() <= max(2048, buffers["jpeg"].tell()) else "jpeg"
     return f"{_PREFIX}{image_format};base64,{base64.b64encode(buffers[image_format].getvalue()).decode()}"
+
+
+def first_image(value: Any) -> Any:
+    """The PIL image of the first of a list of thumbnails; None for any other value."""
+    from PIL import Image
+
+    return Image.open(io.BytesIO(base64.b64decode(value[0].partition(",")[2]))) if _are_thumbnails(value) else None
 
 
 logger = logging.getLogger(__name__)
@@ -194,6 +203,9 @@ class TensorboardTracker(Tracker):
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
         self._writer.add_text(name, _markdown(rows), step)
+        for number, row in enumerate(rows):
+            if (image := first_image(row.get("images"))) is not None:
+                self._writer.add_image(f"{name}/{number}", np.asarray(image), step, dataformats="HWC")
 
     def finish(self, failed: bool) -> None:
         self._writer.close()
@@ -230,8 +242,13 @@ class WandbTracker(Tracker):
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
         columns = list(rows[0])
-        table = self._wandb.Table(columns=columns, data=[[_cell(row[c]) for c in columns] for row in rows])
+        table = self._wandb.Table(columns=columns, data=[[self._cell(row[c]) for c in columns] for row in rows])
         self._run.log({name: table, "training/global_step": step})
+
+    def _cell(self, value: Any) -> Any:
+        """An image, or None for an empty list of them: a column of wandb has one type."""
+        image = first_image(value)
+        return self._wandb.Image(image) if image is not None else None if value == [] else _cell(value)
 
     def finish(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
@@ -309,9 +326,13 @@ class SwanlabTracker(Tracker):
         self._run.finish(state="crashed" if failed else "success")
 
 
+def _are_thumbnails(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(str(item).startswith(_PREFIX) for item in value)
+
+
 def _cell(value: Any) -> str | float:
     """The value of a table cell: a number as it is, the number of thumbnails, anything else as text."""
-    if isinstance(value, list) and value and all(str(item).startswith(_PREFIX) for item in value):
+    if _are_thumbnails(value):
         return f"{len(value)} images"
     return value if isinstance(value, int | float) else str(value)
 

@@ -14,6 +14,7 @@ from verl.protocol import DataProto
 from verl.rollout.request import MEDIA_COLUMNS
 from verl.single_controller import WorkerSpec
 from verl.single_controller.cluster import Cluster, ResourcePool
+from verl.tracking.formatting import counted
 from verl.tracking.runs import write_lines
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import setup_logging
@@ -249,7 +250,8 @@ class PPOTrainer(Trainer):
         prompt = "".join(f"{line}\n" for line in first_prompt(self.run.inputs.train_dataset))
         further = "; ".join(f"{topic}: {summary[topic]}" for topic in summary if topic not in ("model", "algorithm"))
         return (
-            f"would train {self.total_steps} steps of {self.recipe.name or self.config.algorithm.adv_estimator} from "
+            f"would train {counted(self.total_steps, 'step')} of "
+            f"{self.recipe.name or self.config.algorithm.adv_estimator} from "
             f"{summary['model']} with {self.world_size} process{'es' * (self.world_size > 1)} on the "
             f"{self.run.backend} backend; {further}; checkpoints: {saving}, in {trainer.default_local_dir}\n"
             f"{prompt}{describe_estimate(self.config, list(self.specs))}"

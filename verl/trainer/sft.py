@@ -13,6 +13,7 @@ from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.single_controller import WorkerSpec
 from verl.single_controller.cluster import Cluster, ResourcePool
+from verl.tracking.formatting import counted
 from verl.tracking.tracking import setup_logging
 from verl.trainer.base import Trainer
 from verl.trainer.checks.preflight import INPUTS, Recipe, Settings, recipe_of, run_checks
@@ -99,7 +100,7 @@ class SFTTrainer(Trainer):
     def plan(self) -> str:
         trainer = self.config.trainer
         return (
-            f"would train {self.total_steps} steps of {self.recipe.name} from {self.config.model.path} with "
+            f"would train {counted(self.total_steps, 'step')} of {self.recipe.name} from {self.config.model.path} with "
             f"{self.world_size} process{'es' * (self.world_size > 1)}; data: {self.source.describe('samples')}; "
             f"checkpoints: {describe_saving(trainer)}, in {trainer.default_local_dir}\n{self._first_row()}"
         )

@@ -183,6 +183,9 @@ def check_router_replay(config: Config) -> Iterator[Problem]:
         yield Problem(_MODE, f"{mode!r}, but {message}")
     if mode == "R3" and not records:
         yield Problem(_MODE, f"'R3' replays the experts that the rollout has recorded: set {_RECORDS}=true, or use R2")
+    if records and engine_traits(policy.rollout.name).records_routing is False:
+        message = f"true, but rollout.name={policy.rollout.name} does not report the experts that it chooses: use "
+        yield Problem(_RECORDS, message + "rollout.name=native, or router_replay.mode=R2, which records in training")
     if mode == "R2" and records:
         yield Problem(_RECORDS, "true, but router_replay.mode=R2 replays what training records: use false, or R3")
     if policy.rollout.deterministic:

@@ -133,8 +133,13 @@ def check_dataset_class(config: Config | SFTConfig) -> Iterator[Problem]:
 
 
 def check_sampler(config: Config) -> Iterator[Problem]:
-    """A custom sampler has a file and a name."""
-    sampler = config.data.sampler
+    """A custom sampler has a file and a name, and alone decides the order; each training file has a weight."""
+    sampler, files, weights = config.data.sampler, config.data.train_files, config.data.train_weights
+    if weights and len(weights) != len(files):
+        message = f"expected one weight for each of data.train_files, found {len(weights)} for {len(files)}"
+        yield Problem("data.train_weights", message)
+    if weights and sampler.class_path:
+        yield Problem("data.sampler.class_path", "decides the order, as data.train_weights does: remove one of them")
     if (sampler.class_path is None) != (sampler.class_name is None):
         yield Problem(
             "data.sampler.class_name",

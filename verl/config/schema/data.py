@@ -1,6 +1,8 @@
 """The `data` section of RL: prompts for training and validation."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from verl.config.fields import FilePath, FilePaths, Section, field, is_set, section
 
@@ -51,6 +53,9 @@ class DataConfig(MediaSection):
 
     train_files: FilePaths = field([], "training data: .parquet, .jsonl, .json, .csv, or hub names")
     val_files: FilePaths = field([], "validation data")
+    train_weights: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = field(
+        [], "share of the prompts that each of train_files gets, in any unit; empty: as many as it has"
+    )
     train_max_samples: int = field(-1, "number of training rows to use; -1: all", ge=-1)
     val_max_samples: int = field(-1, "number of validation rows to use; -1: all", ge=-1)
     train_batch_size: int = field(1024, "PROMPTS per training step", ge=1)

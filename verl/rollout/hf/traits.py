@@ -10,4 +10,5 @@ TRAITS = EngineTraits(
     own_scheduler=False,
     tensor_parallel=False,
     shares_weights=True,
+    records_routing=False,
 )

@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl.tracking.curves import PANELS, centred_mean, robust_limits
-from verl.tracking.formatting import best_point, ends, format_duration
+from verl.tracking.formatting import best_point, counted, ends, format_duration
 from verl.tracking.runs import RecordedRun, Series, open_run, read_lines
 from verl.utils.paths import write_text
 from verl.utils.redaction import printable
@@ -126,7 +126,9 @@ def _tiles(run: RecordedRun) -> list[tuple[str, str, str]]:
         label = "score" if run.reward_name.startswith("critic/") else "loss"
         values = [value for _, value in run.metrics[run.reward_name]]
         first, last, window = ends(values)
-        tiles.append((f"training {label}", f"{first:.3g} → {last:.3g}", f"mean of the first and last {window} steps"))
+        tiles.append(
+            (f"training {label}", f"{first:.3g} → {last:.3g}", f"mean of the first and last {counted(window, 'step')}")
+        )
     for name in run.validation_names[:2]:
         series = run.metrics[name]
         step, best = best_point(name, series)

@@ -123,7 +123,7 @@ def describe_estimate(config: schema.Config, names: Sequence[str], device: Devic
         return f"no estimate of memory and time: {error}"
     lines = [*report.memory_lines(plan), *report.time_lines(plan)]
     if not plan.fits:
-        lines.append(report.describe_change(smallest_change(plan)))
+        lines.append(report.describe_change(smallest_change(plan)) + describe_methods(config, plan.device))
     if plan.devices > 1:
         total = _devices(config)
         configured = replace(plan, placed=[numbers for _, numbers in _placed(config, names)])
@@ -151,11 +151,39 @@ def check_memory(run: Run) -> None:
     group = max(plan.groups, key=lambda group: group.peak[1])
     message = (
         f"{group.peak[0]} needs about {gib(plan.peak)} GiB per device, but there are {gib(plan.available)} GiB "
-        f"({plan.device.name}); {describe_change(smallest_change(plan))}; `verl plan` prints the table"
+        f"({plan.device.name}); {describe_change(smallest_change(plan))}{describe_methods(run.config, plan.device)}; "
+        "`verl plan` prints the table"
     )
     if plan.peak > REFUSED_FROM * plan.available:
         raise ValueError(f"memory: {message}")
     logger.warning("memory: %s", message)
+
+
+_LORA = {("actor_rollout_ref.model.lora_rank", "critic.model.lora_rank"): 32}
+#: methods whose results differ, and their settings; the second key is that of the critic
+_METHODS = {
+    "the 8-bit optimizer": {("actor_rollout_ref.actor.optim.optimizer", "critic.optim.optimizer"): "AdamW8bit"},
+    "LoRA": _LORA,
+    "QLoRA": _LORA | {("actor_rollout_ref.model.quantization", "critic.model.quantization"): "nf4"},
+}
+
+
+def describe_methods(config: schema.Config, device: Device) -> str:
+    """The other methods with which a run fits, such as "; LoRA would fit, too (9.1 GiB): a=1"; "" without any."""
+    from verl.planner.report import gib
+
+    text, trained = "", 1 + ("critic" in roles_of(config))
+    for name, values in _METHODS.items():
+        settings = {key: value for keys, value in values.items() for key in keys[:trained]}
+        try:
+            changed = with_overrides(config, settings)
+            plan = estimate(changed, roles_of(changed), device)
+        except ValueError:
+            continue  # not possible with the other settings
+        if plan.fits:
+            set_text = " ".join(f"{key}={value}" for key, value in settings.items())
+            text += f"; {name} would fit, too ({gib(plan.peak)} GiB): {set_text}"
+    return text
 
 
 # ---- placement: auto ------------------------------------------------------------------------------------------------
@@ -198,6 +226,7 @@ def _nothing_fits(config: schema.Config, plan: Plan) -> str:
 
     separate = f" with a rollout on separate devices, which trainer.async.max_staleness={k} needs," if k else ""
     change_text = describe_change(first_that_fits(plan.job, plan.device, plan_of))
+    change_text += describe_methods(config, plan.device)
     change_text += "; or use trainer.async.max_staleness=0" if k else ""
     return f"no placement on {total} device{'s' * (total > 1)}{separate} fits; {change_text}"
 

@@ -14,7 +14,7 @@ from verl.config import schema
 from verl.data.collate import TOKEN_KEYS, PromptCollator, collate_prompts
 from verl.data.dataset import TokenizedDataset
 from verl.data.media import note_unused_media_keys
-from verl.data.order import CustomOrder, PromptSource
+from verl.data.order import CustomOrder, PromptSource, WeightedOrder
 from verl.data.processor import load_processor
 from verl.data.rlhf_dataset import RLHFDataset, create_custom_dataset, load_dataset_class
 from verl.data.tokenization import load_tokenizer
@@ -186,6 +186,14 @@ def load_sampler(data: schema.DataConfig, dataset: Dataset) -> Sampler[int] | No
 
 def prompt_source(data: schema.DataConfig | schema.SFTDataConfig, inputs: Inputs) -> PromptSource:
     size, dataset, order = data.train_batch_size, inputs.train_dataset, None
+    weights = data.get("train_weights")
+    if weights and (inputs.sampler is not None or not (isinstance(dataset, RLHFDataset) and dataset.is_tokenized)):
+        kind = f"the sampler {type(inputs.sampler).__name__}" if inputs.sampler is not None else "a custom dataset"
+        raise ValueError(
+            f"data.train_weights: expected rows of data.train_files and no sampler, found {kind}: remove one"
+        )
+    if weights:
+        order = WeightedOrder(dataset.items_by_file(), weights, size, seed=data.seed, shuffle=data.shuffle)
     if inputs.sampler is not None:
         order = CustomOrder(inputs.sampler, len(dataset), size)
     return PromptSource(
@@ -195,7 +203,9 @@ def prompt_source(data: schema.DataConfig | schema.SFTDataConfig, inputs: Inputs
         shuffle=data.shuffle,
         sampler=order,
         collate=inputs.collate,
-        workers=0 if order else reading_threads(dataset, data),  # the order may depend on the steps
+        workers=0
+        if inputs.sampler is not None
+        else reading_threads(dataset, data),  # the order may depend on the steps
         batches_ahead=-(-(data.get("gen_batch_size") or size) // size),
     )
 

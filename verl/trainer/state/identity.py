@@ -9,7 +9,7 @@ import hashlib
 import importlib.metadata
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ class Identity:
         now = self.state()
         changes = {}
         for group in GROUPS:
-            before, after = (_contents(each.get(group, [])) for each in (saved, now))
+            before, after = ([(name, n, d) for name, n, _, d in each.get(group, [])] for each in (saved, now))
             if group == "model":  # roles may share a folder, or have equal ones
                 before, after = list(dict.fromkeys(before)), list(dict.fromkeys(after))
             if before != after and (text := _difference(before, after)):
@@ -200,10 +200,6 @@ def fingerprint(path: Path) -> Fingerprint:
             file.seek((status.st_size - _BLOCK_BYTES) * block // (_BLOCKS - 1), os.SEEK_SET)
             digest.update(file.read(_BLOCK_BYTES))
     return [*key, digest.hexdigest()]
-
-
-def _contents(files: Sequence[Fingerprint]) -> list[tuple[str, int, str]]:
-    return [(name, size, digest) for name, size, _, digest in files]
 
 
 def _difference(before: list[tuple[str, int, str]], after: list[tuple[str, int, str]]) -> str:
