@@ -15,14 +15,15 @@ PRELOAD = ("transformers.modeling_utils", "verl.workers.policy", "verl.workers.c
 
 
 def start_python(
-    *arguments: str, stdout: int, stderr: int, cwd: Path, env: Mapping[str, str] = os.environ
+    *arguments: str, stdout: int, stderr: int, cwd: Path, env: Mapping[str, str] = os.environ, stdin: int | None = None
 ) -> ForkedProcess:
-    """`python ARGUMENTS` with -m, -c or a script. stdout, stderr: file descriptors."""
+    """`python ARGUMENTS` with -m, -c or a script. stdout, stderr, stdin: file descriptors."""
     reader, writer = os.pipe()
     try:
         os.write(writer, "\0".join([str(cwd), *arguments]).encode())
         os.close(writer)
-        return server_for(env).start("tests.programs", [stdout, stderr, reader], env, preload=PRELOAD)
+        files = [reader, stdout, stderr, *([] if stdin is None else [stdin])]
+        return server_for(env).start("tests.programs", files, env, preload=PRELOAD)
     finally:
         os.close(reader)
 
@@ -44,8 +45,8 @@ def run_python(
 
 
 def main() -> None:
-    stdout, stderr, reader = map(int, sys.argv[1:])
-    for source, target in ((stdout, 1), (stderr, 2)):
+    reader, *files = map(int, sys.argv[1:])
+    for source, target in zip(files, (1, 2, 0)):
         os.dup2(source, target)
         os.close(source)
     with os.fdopen(reader) as file:
