@@ -45,7 +45,7 @@ def pytest_xdist_setupnodes() -> None:
             self.popen = start_python(*program, stdout=stdout, stderr=2, stdin=stdin, cwd=Path.cwd())
             os.close(stdin)
             os.close(stdout)
-            gateway_io.Popen2IO.__init__(self, open(requests, "wb"), open(replies, "rb"), execmodel)
+            gateway_io.Popen2IO.__init__(self, os.fdopen(requests, "wb"), os.fdopen(replies, "rb"), execmodel)
 
     gateway_io.Popen2IOMaster = ForkedIO
 
