@@ -2,12 +2,15 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from examples.quickstart.tiny_model import tiny_model
+from tests.programs import start_python
 from verl.cli import sweep
 from verl.cli.app import app
 
@@ -103,8 +106,15 @@ def test_slurm_runs_the_trials_that_have_not_finished(folder):
     subprocess.run(["bash", "-n", "sweeps/lr/sweep.slurm"], check=True)
 
 
-def test_trials_run_fail_and_continue(folder):
+def start_trial(command, stdout, stderr, env):
+    """As `subprocess.Popen`, for a program that need not import everything anew."""
+    assert command[0] == sys.executable and stderr == subprocess.STDOUT
+    return start_python(*command[1:], stdout=stdout.fileno(), stderr=stdout.fileno(), cwd=Path.cwd(), env=env)
+
+
+def test_trials_run_fail_and_continue(folder, monkeypatch):
     """Two trials of which one fails: the other is not repeated, and the table has both."""
+    monkeypatch.setattr(sweep, "subprocess", SimpleNamespace(Popen=start_trial, STDOUT=subprocess.STDOUT))
     tiny_model("llama", folder / "model", seed=0)
     rows = [json.dumps({"prompt": f"{word}=", "answer": word[::-1]}) for word in ("abc", "bcd", "cde", "def")]
     (folder / "train.jsonl").write_text("\n".join(rows))
