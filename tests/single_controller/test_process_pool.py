@@ -150,6 +150,7 @@ def test_unpicklable_arguments_are_reported_before_anything_is_sent(pair):
 
 def test_an_exception_on_one_rank_stops_the_others(executor):
     """Rank 1 raises while rank 0 waits: the caller gets the traceback of rank 1, and nothing is left of the group."""
+    start(executor, "Failing", "ref").shutdown()  # the fork server, and what is loaded once, stay open
     gc.collect()
     before, is_local = open_files(), executor == "processes"
     group = start(executor, "Failing", "ref")
