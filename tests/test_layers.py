@@ -70,12 +70,15 @@ def part_of(module: str) -> str | None:
 @functools.cache
 def imports(path: Path, text: str) -> list[tuple[int, str, bool]]:
     """(line, imported module or name with its module in front, is it at module level) of every import of a file."""
-    return list(_imports(path, ast.parse(text)))  # without the tree: half a million objects would slow the collector
+    return list(_imports(path, text))  # without the tree: half a million objects would slow the collector
 
 
-def _imports(path: Path, tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
+def _imports(path: Path, text: str) -> Iterator[tuple[int, str, bool]]:
     package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
-    for statement in tree.body:
+    lines = text.split("\n")
+    for statement in ast.parse(text).body:
+        if not any("import" in line for line in lines[statement.lineno - 1 : statement.end_lineno]):
+            continue
         top = not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         for node in ast.walk(statement):
             if isinstance(node, ast.Import):

@@ -30,8 +30,13 @@ def python_files() -> list[Path]:
 
 
 def function_lengths(text: str) -> dict[str, int]:
-    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return {node.name: node.end_lineno - node.lineno + 1 for node in functions}
+    lengths, nodes = {}, [ast.parse(text)]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lengths[node.name] = max(node.end_lineno - node.lineno + 1, lengths.get(node.name, 0))
+        nodes += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
+    return lengths
 
 
 @functools.cache

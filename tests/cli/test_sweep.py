@@ -2,12 +2,15 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from examples.quickstart.tiny_model import tiny_model
+from tests.programs import start_python
 from verl.cli import sweep
 from verl.cli.app import app
 from verl.trainer.guards.interruption import Stopped
@@ -114,8 +117,15 @@ def test_an_interrupted_sweep_ends_with_the_status_of_the_signal(folder, signal,
     assert code == status and "the same command continues the sweep" in output
 
 
-def test_trials_run_fail_and_continue(folder):
+def start_trial(command, stdout, stderr, env):
+    """As `subprocess.Popen`, for a program that need not import everything anew."""
+    assert command[0] == sys.executable and stderr == subprocess.STDOUT
+    return start_python(*command[1:], stdout=stdout.fileno(), stderr=stdout.fileno(), cwd=Path.cwd(), env=env)
+
+
+def test_trials_run_fail_and_continue(folder, monkeypatch):
     """Two trials of which one fails: the other is not repeated, and the table has both."""
+    monkeypatch.setattr(sweep, "subprocess", SimpleNamespace(Popen=start_trial, STDOUT=subprocess.STDOUT))
     tiny_model("llama", folder / "model", seed=0)
     rows = [json.dumps({"prompt": f"{word}=", "answer": word[::-1]}) for word in ("abc", "bcd", "cde", "def")]
     (folder / "train.jsonl").write_text("\n".join(rows))

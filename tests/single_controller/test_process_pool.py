@@ -3,18 +3,15 @@
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-import verl
+from tests.programs import run_python
 from tests.single_controller.conftest import (
     WIDTH,
     WORKERS,
@@ -150,6 +147,7 @@ def test_unpicklable_arguments_are_reported_before_anything_is_sent(pair):
 
 def test_an_exception_on_one_rank_stops_the_others(executor):
     """Rank 1 raises while rank 0 waits: the caller gets the traceback of rank 1, and nothing is left of the group."""
+    start(executor, "Failing", "ref").shutdown()  # the fork server, and what is loaded once, stay open
     gc.collect()
     before, is_local = open_files(), executor == "processes"
     group = start(executor, "Failing", "ref")
@@ -253,12 +251,10 @@ if sys.argv[2] == "killed":
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("ends", marks=pytest.mark.slow)])
-def test_no_process_outlives_the_controller(tmp_path, monkeypatch, how):
+def test_no_process_outlives_the_controller(tmp_path, how):
     """Neither the worker nor what it started."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, tmp_path / "script.py", WORKERS, how]
-    monkeypatch.setenv("PYTHONPATH", str(Path(verl.__file__).parents[1]), prepend=os.pathsep)
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
+    done = run_python(str(tmp_path / "script.py"), WORKERS, how, cwd=tmp_path)
     assert done.returncode == (-signal.SIGKILL if how == "killed" else 0)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2 and all(gone(pid) for pid in pids)
