@@ -166,7 +166,7 @@ def test_a_call_between_tags_is_answered_in_the_same_turn(recipe, turn, result, 
 
 
 def test_a_loop_with_tags_needs_one_tool_with_one_argument(files, tokenizer):
-    with pytest.raises(ValueError, match="expected one tool with one required argument.*found 1 tools with 0"):
+    with pytest.raises(ValueError, match=r"expected one tool with one required argument.*found 1 tools with 0"):
         TagLoop(rollout(), tokenizer, tools=str(files / "tools.yaml"), call_tag="a", result_tag="b")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl.config import schema
 from verl.processes.limits import Limits
 from verl.single_controller.cluster import Pools, ResourcePool, RunConfig, start_pools, wait_limits
 from verl.single_controller.dispatch import Call
