@@ -30,10 +30,10 @@ def prompt_log_probs(module: nn.Module, prompt_ids: list[int], count: int) -> li
             targets = ids[start + 1 : start + 1 + rows, None]
             log_probs = head(states[start : start + len(targets)]).float().log_softmax(-1)
             values, tokens = log_probs.topk(min(count, log_probs.shape[-1]))
-            own = log_probs.gather(1, targets)
-            ranks = (log_probs > own).sum(-1, keepdim=True) + 1
+            target_log_probs = log_probs.gather(1, targets)
+            ranks = (log_probs > target_log_probs).sum(-1, keepdim=True) + 1
             best = torch.arange(1, 1 + tokens.shape[1], device=ids.device).expand_as(tokens)
-            columns = (targets, tokens), (own, values), (ranks, best)
+            columns = (targets, tokens), (target_log_probs, values), (ranks, best)
             entries += [list(zip(*row)) for row in zip(*(torch.cat(column, 1).tolist() for column in columns))]
         return entries
     finally:

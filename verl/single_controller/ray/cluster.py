@@ -176,11 +176,11 @@ class RayCluster:
     def _check_address(self) -> str:
         """The address of the cluster to join. Raises ValueError if nothing listens there, for which Ray waits long."""
         setting = "ray_kwargs.ray_init.address" if self.settings.get("address") else "RAY_ADDRESS"
-        address = found = self.settings.get("address") or os.environ.get("RAY_ADDRESS") or "auto"
+        address = known = self.settings.get("address") or os.environ.get("RAY_ADDRESS") or "auto"
         if address == "auto" and not ray.is_initialized():
             with contextlib.suppress(ConnectionError):  # there is none
-                found = services.canonicalize_bootstrap_address("auto", self.settings.get("_temp_dir"))
-        host, _, port = found.rpartition("://")[2].rpartition(":")
+                known = services.canonicalize_bootstrap_address("auto", self.settings.get("_temp_dir"))
+        host, _, port = known.rpartition("://")[2].rpartition(":")
         if port.isdecimal() and host and not ray.is_initialized():
             try:
                 with socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS) as connection:
@@ -190,11 +190,11 @@ class RayCluster:
                             raise OSError("another service answers")
             except OSError as error:
                 if address == "auto" and not self.settings.get("address"):
-                    logger.warning("the last Ray cluster, %s, is gone (%s): Ray is started for this run", found, error)
+                    logger.warning("the last Ray cluster, %s, is gone (%s): Ray is started for this run", known, error)
                     return "local"
                 raise ValueError(
                     f"{setting}={address}: no Ray cluster listens there ({error}): set the address of a cluster that "
-                    f"runs (`ray status --address {found}`), start one (`ray start --head`), or remove {setting}: "
+                    f"runs (`ray status --address {known}`), start one (`ray start --head`), or remove {setting}: "
                     "Ray is then started for this run only"
                 ) from None
         return address

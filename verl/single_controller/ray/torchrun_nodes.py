@@ -130,7 +130,7 @@ def _ray_node(address: str, *options: str) -> Iterator[_Node]:
     cpus = f"--num-cpus={len(os.sched_getaffinity(0))}"
     options = (*options, f"--node-ip-address={address}", cpus, "--disable-usage-stats")
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *options]
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         node = _Node(command, output)
         try:
             yield node
