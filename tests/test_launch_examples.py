@@ -21,7 +21,8 @@ COMMAND = re.compile(r"(?:verl train|verl\.trainer\.main_ppo) (--config .*)")
 def commands(path: Path) -> list[list[str]]:
     """The arguments of the commands that train, with the values of variables."""
     text = path.read_text().replace("\\\n", "")
-    values = {"$CONFIG": RECIPE, "$GPUS": "8", "${NNODES:-1}": "1", "{CONFIG}": RECIPE, "{GPUS}": "8", "/shared/run.yaml": RECIPE, "$@": ""}
+    values = {"$CONFIG": RECIPE, "{CONFIG}": RECIPE, "/shared/run.yaml": RECIPE, "$GPUS": "8", "{GPUS}": "8"}
+    values |= {"${NNODES:-1}": "1", "$@": ""}
     found = []
     for line in COMMAND.findall(text):
         for name, value in values.items():
