@@ -179,7 +179,7 @@ EXPERIMENTS = {
     "rep_exp": Experiment(
         {"entropy": "actor/entropy", "accuracy": "critic/score/mean", "bonus": "rep_exp/bonus_mean"},
         {
-            "rep_exp": Method(RepExpTrainer, ("rep_exp.beta=0.01",)),
+            "rep_exp": Method(RepExpTrainer, ("rep_exp.beta=0.5",)),
             "control: no bonus": Method(RepExpTrainer, ("rep_exp.beta=0",)),
         },
     ),
