@@ -61,7 +61,7 @@ SETTINGS = {
 #: per step
 PROMPTS = {"calculator": 16, "search": 16, "search_r1": 16, "retool": 8, "guess": 32, "walk": 32}
 MOST_TURNS = {"calculator": 2, "search": 2, "search_r1": 2, "retool": 2, "guess": 3, "walk": 4}
-WARM_UP_STEPS = {"calculator": 400, "search": 400, "search_r1": 400, "retool": 300, "guess": 120, "walk": 120}
+WARM_UP_STEPS = {"calculator": 400, "search": 400, "search_r1": 400, "retool": 1000, "guess": 120, "walk": 120}
 TEMPLATE = (
     "{%- if tools -%}<|im_start|>system\nTools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}<|im_end|>\n"
     "{% endif -%}"

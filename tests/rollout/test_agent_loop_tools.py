@@ -135,6 +135,7 @@ def test_a_call_its_observation_and_the_answer(files, tokenizer):
 _DOC = "<information>Doc 1(Title: Ada) Ada has the code 42.</information>"
 
 
+@pytest.mark.parametrize(("sampled", "breaks"), [("", "\n\n"), ("\n", "\n"), ("\n\n", "")])
 @pytest.mark.parametrize(
     ("recipe", "turn", "result"),
     [
@@ -144,7 +145,11 @@ _DOC = "<information>Doc 1(Title: Ada) Ada has the code 42.</information>"
         ("retool", "<code>for i in (1, 2): print(i)</code>", "<interpreter>1\n2\n</interpreter>"),
     ],
 )
-def test_a_call_between_tags_is_answered_in_the_same_turn(recipe, turn, result, tokenizer, tmp_path, monkeypatch):
+def test_a_call_between_tags_is_answered_in_the_same_turn(
+    recipe, turn, result, sampled, breaks, tokenizer, tmp_path, monkeypatch
+):
+    """The last token of a call may end with line breaks, which the policy has sampled."""
+    turn += sampled
     lines = ({"contents": "Ada\nAda has the code 42."}, {"contents": "Eve\nEve has none."})
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setenv("CORPUS", str(tmp_path / "corpus.jsonl"))
@@ -156,7 +161,7 @@ def test_a_call_between_tags_is_answered_in_the_same_turn(recipe, turn, result, 
     trajectory = run(loop, policy)
     assert texts(trajectory, tokenizer) == [
         ("policy", turn),
-        ("tool", f"\n\n{result}\n\n"),
+        ("tool", f"{breaks}{result}\n\n"),
         ("policy", "<answer>42</answer><|im_end|>"),
     ]
     counts = [len(segment.token_ids) for segment in trajectory.segments]

@@ -77,5 +77,7 @@ class TagText(ToolParser):
     def next_tokens(self, sampled: Sequence[int], stop_ids: Sequence[int], messages: Sequence[Mapping]) -> list[int]:
         """The tokens of the result of a call (`ChatContinuation.next_tokens`)."""
         text = messages[0]["content"].encode(errors="replace").decode()  # tools can return lone surrogates
-        text = f"\n\n<{self.result_tag}>{text}</{self.result_tag}>\n\n"
+        end = self.tokenizer.decode(list(sampled[-3:]))  # the last token of a call may end with line breaks
+        lines = "\n" * max(0, 2 - (len(end) - len(end.rstrip("\n"))))
+        text = f"{lines}<{self.result_tag}>{text}</{self.result_tag}>\n\n"
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
