@@ -178,7 +178,7 @@ def frames_below(frame, name):
     while frame is not None:
         if frame.f_code.co_filename.startswith(inside):
             found.insert(0, frame.f_code)
-            if frame.f_code.co_name == name:
+            if frame.f_code.co_qualname == name:
                 return found
         frame = frame.f_back
     return []
@@ -202,9 +202,9 @@ def profile(frame, event, arg):
         stack.append((running_operator(), frame))
     entered.setdefault(stack[-1][0] if stack else None, set()).add((name_of(code), code.co_qualname))
     if code.co_qualname == "Pipeline.run" and not loop:
-        loop.extend(frames_below(frame, "fit"))
+        loop.extend(frames_below(frame, "Trainer.fit"))
     if code.co_name == "vanilla" and code.co_filename.endswith("algorithms/policy_losses.py") and not to_loss:
-        to_loss.extend(frames_below(frame, "run"))
+        to_loss.extend(frames_below(frame, "Pipeline.run"))
 
 def code_of(func):
     while isinstance(func, functools.partial):
