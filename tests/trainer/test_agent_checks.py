@@ -2,15 +2,18 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from examples.quickstart.tiny_model import tiny_model
 from tests.trainer.conftest import run_settings
 from verl.config import load_config
+from verl.config.schema import Config, GenerationConfig
 from verl.protocol import DataProto
+from verl.rewards.resolve import _parsed_terms
 from verl.trainer import main_ppo
-from verl.trainer.checks.agents import describe_agents
+from verl.trainer.checks.agents import check_tools_in_prompts, describe_agents
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo.operators import check_failures
 
@@ -162,3 +165,16 @@ def test_a_step_in_which_all_agents_fail_stops_the_run(overrides, message, setti
     with pytest.raises(ValueError, match=message):
         trainer.fit()
     assert trainer.global_step <= 1
+
+
+@pytest.mark.parametrize(("config", "prefix"), [(Config(), "actor_rollout_ref."), (GenerationConfig(), "")])
+def test_a_server_run_without_a_chat_template_is_refused_before_the_engine_starts(config, prefix):
+    config = config.with_overrides({f"{prefix}rollout.mode": "server"})
+    with pytest.raises(ValueError, match=f"^{prefix}rollout.mode=server needs.* or set {prefix}model.custom_chat_temp"):
+        check_tools_in_prompts(config, SimpleNamespace(chat_template=None))
+
+
+@pytest.mark.parametrize("weight", ["heavy", None, float("nan"), [1]])
+def test_the_weight_of_a_reward_is_a_finite_number(weight):
+    with pytest.raises(ValueError, match="weight of 'format': expected a finite number, found "):
+        _parsed_terms([{"name": "format", "weight": weight}])

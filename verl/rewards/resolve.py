@@ -4,6 +4,7 @@ import asyncio
 import functools
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -329,7 +330,10 @@ def _terms(rewards: str) -> list[tuple[str, float, ScoreFunction]]:
         label = spec.get("label") or name or term.name
         if label in [known for known, *_ in terms]:
             raise ValueError(f"weighted: two rewards are labeled {label!r}; set label for one of them")
-        terms.append((label, float(spec.get("weight", 1.0)), term))
+        weight = spec.get("weight", 1.0)
+        if type(weight) not in (int, float) or not math.isfinite(weight):
+            raise ValueError(f"weighted: weight of {label!r}: expected a finite number, found {weight!r}")
+        terms.append((label, float(weight), term))
     if not terms:
         raise ValueError("weighted: rewards: expected at least one reward, found none")
     if any(term.is_async for *_, term in terms):

@@ -83,10 +83,15 @@ def check_tools_in_prompts(config: schema.Config | schema.GenerationConfig, toke
     """Warn if the chat template does not describe the tools to the policy.
 
     Raises:
-        ValueError: the tokenizer of a multi-turn run has no chat template that supports several turns.
+        ValueError: the tokenizer of a multi-turn or server run has no chat template that supports it.
     """
     prefix, policy = policy_of(config)
     rollout, data = policy.rollout, config.data
+    if rollout.mode == "server" and tokenizer.chat_template is None:
+        raise ValueError(
+            f"{prefix}rollout.mode=server needs a chat template, which the tokenizer does not have: use the tokenizer "
+            f"of an instruction-tuned model, or set {prefix}model.custom_chat_template"
+        )
     if runs_tools(rollout):
         from verl.agents.chat import ChatContinuation
 
