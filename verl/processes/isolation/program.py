@@ -235,14 +235,17 @@ class _Process:
 
     def end(self) -> int:
         """End all its processes. Returns the exit status."""
-        if self._descriptor is None:
+        if self._descriptor is None:  # the supervisor ends the others: if it were killed, a fork bomb would go on
             self.popen.terminate()
-        else:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-            poll = select.poll()  # `select.select` does not take descriptors above 1023
-            poll.register(self._descriptor, select.POLLIN)
-            poll.poll(1000 * _END_SECONDS)  # process 1 ends after all others
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return self.popen.wait(_END_SECONDS)
+                self.popen.send_signal(signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+        poll = select.poll()  # `select.select` does not take descriptors above 1023
+        poll.register(self._descriptor, select.POLLIN)
+        poll.poll(1000 * _END_SECONDS)  # process 1 ends after all others
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(_END_SECONDS)
         with contextlib.suppress(ProcessLookupError):  # no process of its group is left
