@@ -158,6 +158,10 @@ def test_scores_of_agents_and_of_groups_are_in_the_file(kind, n, expected, keys,
     report = Evaluation(overrides=[f"data.path={tmp_path / 'out.parquet'}", *scored]).run()
     score = report["evaluated"]["overall"]["metrics"]["score"]["value"]
     assert score == pytest.approx(sum(expected) / len(expected))
+    if kind == "server":  # responses of two agents are not mixed
+        (tmp_path / "agent.py").write_text(AGENT + "\n# changed\n")
+        with pytest.raises(ValueError, match=r"other settings.*rollout\.server\.agent\.path"):
+            GenerationRun(overrides=given).run()
 
 
 KILLED = """

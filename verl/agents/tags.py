@@ -80,4 +80,4 @@ class TagText(ToolParser):
         end = self.tokenizer.decode(list(sampled[-3:]))  # the last token of a call may end with line breaks
         lines = "\n" * max(0, 2 - (len(end) - len(end.rstrip("\n"))))
         text = f"{lines}<{self.result_tag}>{text}</{self.result_tag}>\n\n"
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]

@@ -97,7 +97,7 @@ def published_names(module: str, first: Callable[[str], Any] | None = None) -> C
             raise unknown
         if " " in target:
             raise ImportError(f"{module}.{name} of public verl does not exist here: {target}", name=module)
-        return pkgutil.resolve_name(target)
+        return pkgutil.resolve_name(target if ":" in target else f"{target}:")  # a module: its own errors
 
     return find
 

@@ -120,7 +120,7 @@ class GenerationRun:
     def settings(self) -> dict[str, Any]:
         """Return everything the responses depend on: settings, contents of the files, token ids, model files."""
         kept = {key: value for key, value in to_flat_dict(self.config).items() if key not in _IRRELEVANT_SETTINGS}
-        loops = {key: kept.pop(key) for key in [*kept] if key.startswith(("rollout.agent.", "rollout.multi_turn."))}
+        loops = {key: kept.pop(key) for key in [*kept] if key.startswith(_LOOPS)}
         if self.prompts.uses_loops or self.prompts.tools:
             files = {key: path for key, path in loops.items() if key.endswith("path") and Path(str(path)).is_file()}
             kept |= loops | {f"{key} (contents)": [_checksum(path)] for key, path in files.items()}

@@ -84,7 +84,7 @@ def _lead(store: TCPStore, command: Callable[[], int], hosts: int) -> int:
 def _follow(store: TCPStore, store_address: tuple[str, int]) -> int:
     # the first host handles signals: it may save a checkpoint, for which it needs this node
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by the node
     with socket.create_connection(store_address) as connection:
         address, head = connection.getsockname()[0], connection.getpeername()[0]
     store.set(_ADDRESS, head)
