@@ -113,6 +113,11 @@ BY_TESTS = {
         {"test_list": ["assert np.allclose(double(1), 2)"]},
         0.0,
     ),
+    "a name of a module of another system in a right program": (
+        "class Tree:\n    v = 3\nnt = winreg = tkinter = Tree()",
+        {"test_list": ["assert nt.v == winreg.v == tkinter.v == 3"]},
+        1.0,
+    ),
     "use a module of a right program": (
         "import numpy as np\ndef double(x): return 2 * x",
         {"test_list": ["assert np.allclose(double(1), 2)"]},

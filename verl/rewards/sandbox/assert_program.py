@@ -13,8 +13,7 @@ input; it is written after all tests have run.
 
 A function of the tests that is given to the program stays in the judge: the program calls it by a message.
 Other objects stay in the solution process. The judge holds a `Remote`, which forwards calls, attributes, items, length,
-iteration and truth value, and equals no plain value. Helpers and classes that the tests take from the program are the
-program's own.
+iteration and truth value, and equals no plain value. Helpers that the tests take from the program are the program's.
 """
 
 import ast
@@ -47,7 +46,6 @@ USUAL_MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
 )
-
 _COLLECTIONS = {cls.__name__: cls for cls in (tuple, list, set, frozenset, deque)}
 _BY_ARGUMENTS = {cls.__name__: cls for cls in (range, timedelta, datetime, date, time)}
 _AS_TEXT = {"Decimal": Decimal, "Fraction": Fraction, "complex": complex, "Path": Path}
@@ -416,12 +414,14 @@ def judge(channel: Channel, tests: str, has_checks: bool, lists: dict[str, list[
 
     Args:
         tests: Python code, with `__count__` and `__check__` around its checks (has_checks: it has some).
-        lists: "collected": the functions and classes of the tests that pytest collects. "imports": the names by which
-            the tests import the program. "bound": the names that they import and define. "owners": (name, module,
-            attribute) of modules that they use and do not import.
+        lists: "collected": functions and classes that pytest collects. "imports": names by which the tests import the
+            program. "bound": names that they import and define. "owners": (name, module, attribute) of other modules.
     """
     to_collect, imports = lists["collected"], lists["imports"]
-    meant = {n: m for n, m, a in lists["owners"] if n in USUAL_MODULES or hasattr(importlib.import_module(m), a)}
+    meant = {}
+    for n, m, a in lists["owners"]:
+        with contextlib.suppress(ImportError):  # of another system, such as winreg
+            meant |= {n: m} if n in USUAL_MODULES or hasattr(importlib.import_module(m), a) else {}
     solution, checks = Solution(channel), Checks()
     run_pytest = take_over_frameworks(tests, bool(to_collect))
     channel.send(code)
