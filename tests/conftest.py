@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import sys
-from pathlib import Path
 
 # before torch is imported: the tests' processes share few cores, and their numbers must not depend on the machine
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,7 +13,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 
 from tests.pages import Shell
-from tests.programs import start_python
 from verl.tracking.report.report import find
 
 
@@ -32,22 +30,6 @@ def stores() -> list[dict]:
     registries = (ADV_ESTIMATOR_REGISTRY, DISPATCH_MODES, POLICY_LOSS_REGISTRY, REWARD_FUNCTION_REGISTRY)
     registries += (REWARD_MANAGER_REGISTRY, AGENT_LOOPS, ENGINES, ROLLOUT_ENGINES)
     return [*(registry._entries for registry in registries), RULES_BY_DATA_SOURCE]
-
-
-def pytest_xdist_setupnodes() -> None:
-    """The workers of pytest-xdist are forks of one process that has imported what they need."""
-    from execnet import gateway_io
-
-    class ForkedIO(gateway_io.Popen2IOMaster):
-        def __init__(self, args, execmodel):
-            (stdin, requests), (replies, stdout) = os.pipe(), os.pipe()
-            program = args[args.index("-c") :]
-            self.popen = start_python(*program, stdout=stdout, stderr=2, stdin=stdin, cwd=Path.cwd())
-            os.close(stdin)
-            os.close(stdout)
-            gateway_io.Popen2IO.__init__(self, os.fdopen(requests, "wb"), os.fdopen(replies, "rb"), execmodel)
-
-    gateway_io.Popen2IOMaster = ForkedIO
 
 
 #: they install an audit hook, which stays in the process and is called for each `id` and `open`
