@@ -57,7 +57,7 @@ test-megatron: $(VENV_MEGATRON)/.ready-to-test
 		tests/engines/test_megatron_recompute.py \
 		tests/trainer/test_megatron_run.py $(ARGS)
 
-# Two hosts as network namespaces of this machine, with a link that is cut and nodes that are lost: about 10 minutes.
+# Two hosts as network namespaces of this machine, with a link that is cut and nodes that are lost: about 20 minutes.
 # Needs root and iproute2.
 test-hosts: $(TEST)
 	$(VENV)/bin/python -m pytest tests/trainer/test_two_hosts.py $(ARGS)
