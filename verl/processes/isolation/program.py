@@ -235,6 +235,8 @@ class _Process:
 
     def end(self) -> int:
         """End all its processes. Returns the exit status."""
+        with contextlib.suppress(PermissionError, ProcessLookupError):  # it ends the others: there may be thousands
+            os.setpriority(os.PRIO_PROCESS, self._root, -20)
         if self._descriptor is None:  # the supervisor ends the others: if it were killed, a fork bomb would go on
             self.popen.terminate()
             while True:
@@ -242,8 +244,6 @@ class _Process:
                     return self.popen.wait(_END_SECONDS)
                 self.popen.send_signal(signal.SIGCONT)
         with contextlib.suppress(ProcessLookupError):
-            with contextlib.suppress(PermissionError):  # process 1 ends the others, of which there may be thousands
-                os.setpriority(os.PRIO_PROCESS, self._root, -20)
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
         poll = select.poll()  # `select.select` does not take descriptors above 1023
         poll.register(self._descriptor, select.POLLIN)
