@@ -270,9 +270,8 @@ def weighted_sum(
         The sum as "score", the score of each term under its label, and the extra values of the terms; "acc" is that of
         the first.
     """
-    calls, arguments = _parsed_terms(rewards), (data_source, solution_str, ground_truth, extra_info, prompt)
-    functions = [term.for_data_source(data_source) for *_, term in calls]
-    return _sum(calls, functions, [function.func(**function.arguments(*arguments)) for function in functions])
+    calls = _term_calls(rewards, data_source, solution_str, ground_truth, extra_info, prompt)
+    return _sum(calls, [function.func(**arguments) for *_, function, arguments in calls])
 
 
 async def _weighted_sum_async(
@@ -285,21 +284,26 @@ async def _weighted_sum_async(
     rewards: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """`weighted_sum` of which a term is `async def`, such as the judge. The others run in threads."""
-    calls, arguments = _parsed_terms(rewards), (data_source, solution_str, ground_truth, extra_info, prompt)
-    functions = [term.for_data_source(data_source) for *_, term in calls]
-    results = []
-    for function in functions:
+    calls, results = _term_calls(rewards, data_source, solution_str, ground_truth, extra_info, prompt), []
+    for *_, function, arguments in calls:
         call = function.func if function.is_async else functools.partial(asyncio.to_thread, function.func)
-        results.append(call(**function.arguments(*arguments)))
-    return _sum(calls, functions, await asyncio.gather(*results))
+        results.append(call(**arguments))
+    return _sum(calls, await asyncio.gather(*results))
 
 
-def _sum(
-    calls: Sequence[tuple[str, float, ScoreFunction]], functions: Sequence[ScoreFunction], returned: Sequence[Any]
-) -> dict[str, Any]:
+_TermCall = tuple[str, float, ScoreFunction, dict[str, Any]]
+
+
+def _term_calls(rewards: Sequence[Mapping[str, Any]], data_source: str, *further: Any) -> list[_TermCall]:
+    """(label, weight, function of the data source, its arguments) of each term for a sample."""
+    terms = [(label, weight, term.for_data_source(data_source)) for label, weight, term in _parsed_terms(rewards)]
+    return [(*term, term[2].arguments(data_source, *further)) for term in terms]
+
+
+def _sum(calls: Sequence[_TermCall], returned: Sequence[Any]) -> dict[str, Any]:
     """The weighted sum of what the functions of the terms returned, with the score of each."""
     total, values = 0.0, {}
-    for index, ((label, weight, _), function, result) in enumerate(zip(calls, functions, returned)):
+    for index, ((label, weight, function, _), result) in enumerate(zip(calls, returned)):
         try:
             score, extra = read_outcome(Outcome(result))
         except BadOutcome as bad:
