@@ -203,9 +203,8 @@ def prompt_source(data: schema.DataConfig | schema.SFTDataConfig, inputs: Inputs
         shuffle=data.shuffle,
         sampler=order,
         collate=inputs.collate,
-        workers=0
-        if inputs.sampler is not None
-        else reading_threads(dataset, data),  # the order may depend on the steps
+        # the order of a sampler may depend on the steps
+        workers=reading_threads(dataset, data) if inputs.sampler is None else 0,
         batches_ahead=-(-(data.get("gen_batch_size") or size) // size),
     )
 
