@@ -5,8 +5,10 @@ import torch
 from transformers import AutoModelForCausalLM, BartConfig, GPT2Config, LlamaConfig
 
 from tests.engines.ranks import make_engine
+from tests.rollout.test_native_families import model
 from verl.rollout.hf import HFRollout
 from verl.rollout.request import SamplingParams, make_requests
+from verl.rollout.scoring import prompt_log_probs
 
 SMALL = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -38,6 +40,21 @@ def test_the_modules_state_is_as_before(engine):
         HFRollout(engine.module, pad_token_id=0).generate(
             make_requests([[1], []], SamplingParams(max_tokens=2, stop_token_ids=(0,)))
         )
+
+
+def test_softcapped_attention_is_not_left_to_sdpa(monkeypatch):
+    """As with the versions of transformers whose Gemma 2 offers SDPA, which has no softcap."""
+    module = model("gemma2")
+    monkeypatch.setattr(type(module), "_supports_sdpa", True)
+    ids = [*PROMPTS[1], 21, 22, 23, 17, 18, 19]
+    with torch.no_grad():
+        expected = module(torch.tensor([ids])).logits[0].log_softmax(-1)
+    entries = prompt_log_probs(module, ids, 1)[1:]
+    assert [row[0][1] for row in entries] == pytest.approx(
+        [expected[i, token].item() for i, token in enumerate(ids[1:])], abs=1e-5
+    )
+    sampled = HFRollout(module, pad_token_id=0).generate(make_requests([ids], SamplingParams(1, ())))[0]
+    assert sampled.log_probs[0] == pytest.approx(expected[-1, sampled.token_ids[0]].item(), abs=1e-5)
 
 
 def test_a_sequence_longer_than_the_positions_is_refused(engine):

@@ -217,8 +217,12 @@ def is_packed(module: nn.Module) -> bool:
 
 
 def use_default_attention(module: nn.Module) -> None:
-    """Use the attention of transformers for padded rows, in place."""
-    module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")
+    """Use the attention of transformers, for padded rows and a KV cache, in place: SDPA where it computes this model.
+
+    SDPA has no softcap. Some versions of transformers (5.17) leave it out silently.
+    """
+    has_softcap = getattr(module.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    module.set_attn_implementation("sdpa" if module._supports_sdpa and not has_softcap else "eager")
 
 
 # ---- vision towers --------------------------------------------------------------------------------------------------

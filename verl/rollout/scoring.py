@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from verl.modeling.attention import use_default_attention
 from verl.modeling.huggingface import LMHead, trunk_of
 from verl.modeling.vision import attention_of
 from verl.rollout.request import PromptLogProbs
@@ -21,7 +22,7 @@ def prompt_log_probs(module: nn.Module, prompt_ids: list[int], count: int) -> li
         count: K; more than the vocabulary has: all of it.
     """
     attention = attention_of(module.config)
-    module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")
+    use_default_attention(module)
     try:
         ids = torch.tensor(prompt_ids, device=module.device)
         states, head = trunk_of(module)(input_ids=ids[None], use_cache=False)[0][0], LMHead(module)

@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from verl.config import schema
+from verl.modeling.attention import use_default_attention
 from verl.modeling.casting import autocast_dtype
 from verl.modeling.positions import batch_positions, position_axes
 from verl.modeling.vision import Media, TextTokens, attention_of, is_vision_config
@@ -111,7 +112,7 @@ class HFRollout(RolloutEngine):
         completions: list[Completion | None] = [None] * len(requests)
         attention, training = attention_of(self.module.config), self.module.training
         # the trainer's packed attention has no cache
-        self.module.set_attn_implementation("sdpa" if self.module._supports_sdpa else "eager")
+        use_default_attention(self.module)
         # `generate` fills what is not set from the model's own file: its end tokens, a repetition penalty, ...
         defaults, self.module.generation_config = self.module.generation_config, GenerationConfig()
         self.module.eval()
