@@ -97,9 +97,9 @@ def log_probs_alone(
     """Log-probs of each response by one forward pass of transformers over its row, float64."""
     result = []
     for prompt, response in zip(prompts, responses):
-        logits = module(input_ids=torch.tensor([prompt + response]), use_cache=False).logits
-        every = logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
-        result.append(every.gather(1, torch.tensor(response)[:, None])[:, 0])
+        ids = torch.tensor([prompt + response], device=module.device)
+        every = module(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+        result.append(every.gather(1, ids[0, len(prompt) :, None])[:, 0])
     return result
 
 
