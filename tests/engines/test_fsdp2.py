@@ -260,6 +260,9 @@ def test_the_plan_names_every_matrix_of_a_block():
     assert planned_layers(trunk(MODELS["qwen3"]), "Qwen3")["layers.1.self_attn.q_norm"].startswith("replicated")
     layers = planned_layers(trunk(MODELS["llama"]), "Llama")
     assert len(layers) == 2 * 7 and layers["layers.0.mlp.down_proj"] == "rowwise"
+    module = trunk(MODELS["llama"])  # some versions of transformers shard the embedding too
+    module.config.base_model_tp_plan = module.config.base_model_tp_plan | {"embed_tokens": "embedding_rowwise"}
+    assert planned_layers(module, "Llama") == layers
 
 
 def without_a_norm() -> torch.nn.Module:

@@ -132,7 +132,7 @@ def planned_layers(trunk: nn.Module, model: str) -> dict[str, str]:
     layers = {}
     for name, layer in trunk.named_modules():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if style is None:
+        if style is None or isinstance(layer, nn.Embedding):  # every rank has all of the embedding
             continue
         if style not in _STYLES or (style in _SHARDED_DIM and not isinstance(layer, nn.Linear)):
             raise ValueError(
