@@ -123,8 +123,13 @@ def check_distillation(config: Config) -> Iterator[Problem]:
         yield Problem(section + "teacher_models", "no teacher: set distillation.teacher_models.NAME.model_path")
     if len(distillation.teachers_by_key) < len(teachers):
         yield Problem(section + "teacher_models", "two teachers have the same key: use one key per teacher")
-    for name in (name for name, teacher in teachers.items() if teacher.model_path is None):
-        yield Problem(f"{section}teacher_models.{name}.model_path", "missing: set it to a model folder or a Hub id")
+    for name, teacher in teachers.items():
+        if teacher.model_path is None:
+            yield Problem(f"{section}teacher_models.{name}.model_path", "missing: set it to a model folder or a Hub id")
+        if teacher.server_url is None and teacher.api_key is not None:
+            yield Problem(f"{section}teacher_models.{name}.api_key", "no effect on a local model: set its server_url")
+        if teacher.server_url is not None and teacher.trust_remote_code:
+            yield Problem(f"{section}teacher_models.{name}.trust_remote_code", "no effect on a server: remove it")
     if loss.loss_mode in ("k1", "kl") and not loss.use_policy_gradient:
         yield Problem(
             section + "distillation_loss.loss_mode",
