@@ -115,6 +115,15 @@ def test_a_file_is_loaded_once(folder):
     assert load_object(str(path), "runs") == [1]
 
 
+def test_a_file_that_was_edited_is_loaded_again(folder):
+    """As in a notebook: within a second, with the same number of characters, and with the objects it registers."""
+    registry, path = Registry("loss"), folder / "edited.py"
+    for value in (1, 2):
+        path.write_text(f"def loss():\n    return {value}\n")
+        registry.register("edited", load_object(str(path), "loss"))
+        assert registry["edited"]() == value
+
+
 def test_two_files_of_one_name_are_two_modules(folder):
     """Also where only the separators differ."""
     paths = [folder / "a" / "b" / "c.py", folder / "a" / "b_c.py", folder / "a-b" / "c.py", folder / "a_b" / "c.py"]

@@ -168,7 +168,7 @@ def _described(obj: Any) -> str:
 
 
 def import_module(address: str) -> ModuleType:
-    """Import `pkg.module`, or the file `path/to/file.py`. A file is imported once per process.
+    """Import `pkg.module`, or the file `path/to/file.py`. A file is imported once per process, and again after a change.
 
     Raises:
         ValueError: if there is no such file or module, or it calls sys.exit. Other errors raised by the imported code
@@ -198,13 +198,15 @@ def _import_module(address: str) -> ModuleType:
         raise ValueError(f"no file {address!r} (looked at {path}): expected a path to a .py file")
     # the digest distinguishes files of the same name, and is the same in every process
     name = f"verl_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
+    imported, source = sys.modules.get(name), path.read_bytes()
+    if imported is not None and imported.__source__ == source:
+        return imported
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
+    module.__source__ = source
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        exec(compile(source, path, "exec"), module.__dict__)  # not the compiled file, which a quick edit leaves as it is
     except BaseException as error:
         del sys.modules[name]
         error.add_note(f"raised while importing {path}")

@@ -162,6 +162,11 @@ def test_scores_of_agents_and_of_groups_are_in_the_file(kind, n, expected, keys,
         (tmp_path / "agent.py").write_text(AGENT + "\n# changed\n")
         with pytest.raises(ValueError, match=r"other settings.*rollout\.server\.agent\.path"):
             GenerationRun(overrides=given).run()
+        (tmp_path / "agent.py").write_text("def run(sample, base_url, api_key, model):\n    raise RuntimeError('no')\n")
+        given += [f"data.output_path={tmp_path / 'none.parquet'}"]
+        with pytest.raises(ValueError, match="the agents of all samples failed"):
+            GenerationRun(overrides=given).run()
+        assert not list(tmp_path.glob("none.parquet"))
 
 
 KILLED = """

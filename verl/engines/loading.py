@@ -188,6 +188,8 @@ def _with_attention(module: nn.Module, spec: ModelSpec) -> nn.Module:
             from verl.modeling.batch_invariant.model import NAME as packed  # registers it
         parts = {"": packed, "text_config": packed, "vision_config": "sdpa"}
         module.set_attn_implementation(parts if vision.is_vision_config(module.config) else packed)
+    else:
+        attention.use_default_attention(module)
     return attention.use_vision_attention(module)
 
 

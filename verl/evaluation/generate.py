@@ -151,6 +151,8 @@ class GenerationRun:
             if self.prompts.uses_loops:
                 values.append(list(map(self._turns, ids, sampled)))
                 infos = batch.column("trajectory_info")
+                if all("agent_failure" in info for info in infos) and not saved.read():
+                    raise ValueError("the agents of all samples failed, see the warning above: nothing was written")
                 if score_group is not None:
                     samples = read_samples(batch, self.tokenizer, "data_source")
                     add_group_scores(samples, score_group)
