@@ -168,7 +168,7 @@ def _described(obj: Any) -> str:
 
 
 def import_module(address: str) -> ModuleType:
-    """Import `pkg.module`, or the file `path/to/file.py`. A file is imported once per process, and again after a change.
+    """Import `pkg.module`, or the file `path/to/file.py`. A file is imported once, and again once it changed.
 
     Raises:
         ValueError: if there is no such file or module, or it calls sys.exit. Other errors raised by the imported code
@@ -206,7 +206,7 @@ def _import_module(address: str) -> ModuleType:
     module.__source__ = source
     sys.modules[name] = module
     try:
-        exec(compile(source, path, "exec"), module.__dict__)  # not the compiled file, which a quick edit leaves as it is
+        exec(compile(source, path, "exec"), module.__dict__)  # a cached .pyc may miss a quick edit
     except BaseException as error:
         del sys.modules[name]
         error.add_note(f"raised while importing {path}")
