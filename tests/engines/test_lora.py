@@ -205,6 +205,51 @@ def test_adapters_on_16_bit_weights_are_trained_in_32(path):
     assert {value.dtype for _, value in engine.weights()} == {torch.bfloat16}
 
 
+def with_adapters(path, size: float, **options):
+    """An engine in bf16 whose adapters are not 0, with random numbers of this size."""
+    engine = make_engine(path, OptimConfig(lr=0.0, weight_decay=0.0), dtype="bf16", **LORA, **options)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for _, p in engine.adapters.parameters():
+            p.copy_(size * torch.randn(p.shape))
+    return engine
+
+
+def log_probs(engine) -> torch.Tensor:
+    return engine.infer(make_batch(), ("log_probs",), MicroBatching())["log_probs"]
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_in_16_bits_training_computes_with_the_weights_that_are_pushed(path, packs):
+    """What is lost because it is less than half of the last bit of a weight is lost in both."""
+    engine, plain = (with_adapters(path, size, use_remove_padding=packs) for size in (0.03, 0.0))
+    initial, pushed = log_probs(plain), dict(engine.weights())
+    with torch.no_grad():
+        for name, value in plain.adapters.base():
+            value.copy_(pushed[name])
+    assert torch.equal(log_probs(engine), log_probs(plain))
+    assert (log_probs(engine) - initial).abs().max() > 1e-3
+    with engine.reference():
+        assert torch.equal(log_probs(engine), initial)
+
+
+def test_gradients_in_16_bits_are_those_of_float32(path):
+    def gradients(engine) -> torch.Tensor:
+        collected = {}
+        hook = lambda *_: collected.update({n: p.grad.clone() for n, p in engine.adapters.parameters()})  # noqa: E731
+        engine.optimizer.register_step_pre_hook(hook)
+        train(engine, make_batch(), MicroBatching(), steps=1)
+        return torch.cat([g.flatten() for g in collected.values()])
+
+    engine = with_adapters(path, 0.1)
+    exact = make_engine(path, OptimConfig(lr=0.0, weight_decay=0.0), **LORA, **FLOAT64)
+    with torch.no_grad():
+        for (_, p), (_, q) in zip(exact.adapters.parameters(), engine.adapters.parameters(), strict=True):
+            p.copy_(q)
+    computed, expected = gradients(engine).double(), gradients(exact).double()
+    assert (computed - expected).norm() < 0.05 * expected.norm()
+
+
 # ---- over ranks -------------------------------------------------------------------------------------------------
 
 

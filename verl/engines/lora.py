@@ -1,8 +1,12 @@
 """LoRA with peft (Hu et al. 2021, arXiv 2106.09685): low-rank adapters are added to a module and only they are trained.
 
-The output of an adapted layer is W x + scale * B A x with scale = alpha / rank. Other modules see an ordinary model:
+The output of an adapted layer is (W + scale * B A) x with scale = alpha / rank. Other modules see an ordinary model:
 `merged` returns W + scale * B A under HuggingFace names. The reference policy is the same module with its
 adapters disabled (or set to the initial ones), so it needs no second copy.
+
+In 16 bits, W + scale * B A is W again where the change is less than half of the last bit of W. A rollout with merged
+weights would then be another policy than W x + scale * B A x, by more with every update. So training computes with the
+same rounded sum (`_MergedLinear`), as training of all weights computes with rounded master weights.
 """
 
 import functools
@@ -17,12 +21,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from verl.config import schema
 from verl.engines.checkpoint import copy_into
 from verl.engines.quantization import QUANTIZED, dequantized, is_quantized
 from verl.modeling.huggingface import value_head
+from verl.modeling.linear import compute_dtype
 from verl.modeling.vision import is_vision_config, outside_language_model
 from verl.registry import did_you_mean
 from verl.utils.paths import read_json
@@ -66,6 +71,9 @@ def add_adapters(module: nn.Module, model: schema.ModelConfig) -> nn.Module:
         setattr(module, name, child)
     module.peft_config = children.peft_config
     _check_layers(module)
+    for layer in _layers(module).values():
+        if _is_of_linear(layer):
+            layer.__class__ = _merging(type(layer))
     adapters = Adapters(module)
     adapters.switch(on=True)
     for parameter in module.parameters():
@@ -228,6 +236,55 @@ def _layers(module: nn.Module) -> dict[str, nn.Module]:
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}
 
 
+# ---- the forward pass -----------------------------------------------------------------------------------------------
+
+
+def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """W + scale B A in the dtype of W (out, in), rounded once. a: (rank, in); b: (out, rank)."""
+    return torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=scale)
+
+
+class _MergedLinear(torch.autograd.Function):
+    """x (..., in) -> x (W + scale B A)^T + bias. The rounding of the sum passes gradients on as they are."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, a, b, scale):
+        ctx.save_for_backward(x, a, b)
+        ctx.weight, ctx.scale = weight, scale
+        with torch.autocast(x.device.type, enabled=False):
+            return nn.functional.linear(x, merged_weight(dequantized(weight), a, b, scale).to(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, a, b = ctx.saved_tensors
+        with torch.autocast(x.device.type, enabled=False):
+            narrow_a, narrow_b = a.to(x.dtype), b.to(x.dtype)
+            rows, flat = gradient.flatten(0, -2), x.flatten(0, -2)
+            for_a = ((rows @ narrow_b).T @ flat).to(a.dtype) * ctx.scale
+            for_b = (rows.T @ (flat @ narrow_a.T)).to(b.dtype) * ctx.scale
+            for_x = None
+            if ctx.needs_input_grad[0]:
+                for_x = gradient @ merged_weight(dequantized(ctx.weight), a, b, ctx.scale).to(x.dtype)
+        return for_x, None, None, for_a, for_b, None
+
+
+@functools.cache
+def _merging(cls: type) -> type:
+    """A peft layer whose computations in 16 bits are those of the merged weight."""
+
+    def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        base = self.get_base_layer()
+        dtype = compute_dtype(x, x)
+        if self.disable_adapters or dtype.itemsize > 2:
+            return cls.forward(self, x, *args, **kwargs)
+        (active,) = self.active_adapters
+        a, b = self.lora_A[active].weight, self.lora_B[active].weight
+        bias = base.bias if base.bias is None else base.bias.to(dtype)
+        return _MergedLinear.apply(x.to(dtype), base.weight, bias, a, b, self.scaling[active])
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+
+
 class Adapters:
     """The adapters of a module, whose parameters may be sharded."""
 
@@ -272,8 +329,15 @@ class Adapters:
     def merged(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (HuggingFace name, parameter) with the adapters merged; as sharded as the module."""
         for name, value in self.base():
-            if name in self._adapted:
-                delta = self._adapted[name].get_delta_weight(TRAINED).detach()
+            layer = self._adapted.get(name)
+            if layer is not None and _is_of_linear(layer):
+                a, b = layer.lora_A[TRAINED].weight.detach(), layer.lora_B[TRAINED].weight.detach()
+                if isinstance(a, DTensor):
+                    a = a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)
+                    b = b.redistribute(placements=value.placements)
+                value = merged_weight(value, a, b, layer.scaling[TRAINED])
+            elif layer is not None:
+                delta = layer.get_delta_weight(TRAINED).detach()
                 if isinstance(delta, DTensor) and delta.placements != value.placements:
                     delta = delta.redistribute(placements=value.placements)
                 value = (value + delta).to(value.dtype)
@@ -366,6 +430,11 @@ class Adapters:
             )
         for name, parameter in parameters.items():
             copy_into(parameter, saved[name])
+
+
+def _is_of_linear(layer: nn.Module) -> bool:
+    """Whether a layer of peft adapts one that computes x W^T + b."""
+    return not (_is_of_experts(layer) or layer.fan_in_fan_out)
 
 
 def _is_of_experts(layer: nn.Module) -> bool:
