@@ -68,22 +68,29 @@ class Roles:
     """Roles whose canaries are given: the policy is a table, and its log-probs change by a step in each version."""
 
     def __init__(
-        self, noise: float, step: float, keeps: int | None = None, narrow: bool = True, compared: bool = False
+        self,
+        noise: float,
+        step: float,
+        keeps: int | None = None,
+        narrow: bool = True,
+        compared: bool = False,
+        tokens: int = 16,
+        seed: int = 0,
     ):
-        self.compared = compared
+        self.compared, self.tokens = compared, tokens
         self.noise, self.step, self.keeps, self.narrow, self.version = noise, step, keeps, narrow, 0
-        self.generator = torch.Generator().manual_seed(0)
+        self.generator = torch.Generator().manual_seed(seed)
         self.world = {"rollout": self, "actor": self}
 
     def _log_probs(self, version: int) -> torch.Tensor:
-        direction = torch.randn(16, generator=torch.Generator().manual_seed(1))
+        direction = torch.randn(self.tokens, generator=torch.Generator().manual_seed(1))
         return -1.0 + self.step * version * direction
 
     def canary_response(self, prompt, max_tokens):
         assert (len(prompt), max_tokens) == (16, 16)
         version = self.version if self.keeps is None else min(self.version, self.keeps)
-        noise = self.noise * torch.randn(16, generator=self.generator)
-        return [Completion(list(range(16)), (self._log_probs(version) + noise).tolist(), "length")]
+        noise = self.noise * torch.randn(self.tokens, generator=self.generator)
+        return [Completion(list(range(self.tokens)), (self._log_probs(version) + noise).tolist(), "length")]
 
     def canary_log_probs(self, batch):
         return [self._log_probs(self.version)[None].expand(len(batch), -1)]
@@ -125,6 +132,15 @@ def test_noise_of_16_bits_is_no_alarm_and_old_weights_are_one():
     assert "still generates with the weights of version 0" in message
     # in float32 a single update is enough
     assert "version 10" in outcome(Roles(1e-6, 1e-4, keeps=0, narrow=False))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16])
+def test_noise_is_no_alarm_however_short_the_response(tokens):
+    """The noise of a small trained model in bf16, beside changes that are smaller, as large and larger."""
+    for seed in range(100):
+        for step in (1e-3, 3e-3, 1e-2):
+            assert outcome(Roles(0.03, step, tokens=tokens, seed=seed)) == "intact", (seed, step)
+    assert "still generates with the weights of version 0" in outcome(Roles(0.0, 1e-2, keeps=0, tokens=tokens))
 
 
 def test_checks_are_due_after_the_first_push_and_then_at_multiples():
