@@ -4,6 +4,8 @@ import inspect
 import sys
 from typing import Any
 
+import transformers
+
 from verl.rollout.native.decoder import position_limit
 
 _INSTEAD = "Use rollout.name=hf"
@@ -59,6 +61,8 @@ def _reason(model_class: type, config: Any) -> str | None:
         return f"its layers cache more than keys and values ({unknown[0]})"
     if model_class._is_stateful and not with_states:
         return OWN_STATES
+    if with_states and not hasattr(with_states[0], "number_of_states"):
+        return f"transformers {transformers.__version__} caches the states of its layers otherwise than 5.17 and newer ones"
     if with_keys and not any(hasattr(home, "ALL_ATTENTION_FUNCTIONS") for home in homes):
         return NO_INTERFACE
     if with_keys and "position_ids" not in arguments:
