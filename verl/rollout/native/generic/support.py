@@ -62,7 +62,7 @@ def _reason(model_class: type, config: Any) -> str | None:
     if model_class._is_stateful and not with_states:
         return OWN_STATES
     if with_states and not hasattr(with_states[0], "number_of_states"):
-        return f"transformers {transformers.__version__} caches the states of its layers otherwise than 5.17 and newer ones"
+        return f"transformers {transformers.__version__} caches states of layers in another form than 5.17"
     if with_keys and not any(hasattr(home, "ALL_ATTENTION_FUNCTIONS") for home in homes):
         return NO_INTERFACE
     if with_keys and "position_ids" not in arguments:
