@@ -8,7 +8,7 @@ noise     transformers in bf16 against float32: what rounding costs
 training  the engine of strategy=fsdp, packed or padded, against transformers in float32
 native, hf  log-probs that the rollout engine reports against those of training, for the tokens that it sampled
 
-A difference above `bound` of the noise is wrong. Cells that docs/models.md does not list as right are skipped, and so are
+A difference above `bound` of the noise is wrong. Cells that docs/models.md does not list as right are skipped, as are
 families that the installed transformers does not have or cannot compute in bf16. A table comes last; exits with 1 if a
 cell is wrong or fails. A refusal, of a version of transformers for example, is none.
 """
