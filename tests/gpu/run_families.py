@@ -24,11 +24,16 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl.engines.base import TrainEngine
 
 COLUMNS = ("noise", "training", "native", "hf")
 
@@ -41,73 +46,74 @@ def bound(noise: float) -> float:
     return 3 * noise + 0.005
 
 
+def gap(one: "list[torch.Tensor]", other: "list[torch.Tensor]") -> float:
+    """Mean absolute difference of the log-probs of responses."""
+    pairs = [(a.double().cpu() - b.double().cpu()).abs() for a, b in zip(one, other, strict=True)]
+    return sum(float(pair.sum()) for pair in pairs) / sum(map(len, pairs))
+
+
+def trained(engine: "TrainEngine", prompts: list[list[int]], responses: list[list[int]]) -> "list[torch.Tensor]":
+    """The log-probs of each response by the training engine."""
+    from tests.models.checks import batch_of, log_probs_of
+
+    return [row[: len(each)] for row, each in zip(log_probs_of(engine, batch_of(prompts, responses)), responses)]
+
+
+def rollout_gap(engine: "TrainEngine", kind: str, device: str, prompts: list[list[int]]) -> float:
+    """The difference of a rollout engine from training, for the tokens that it samples."""
+    import torch
+
+    from verl.config import schema
+    from verl.rollout.base import RolloutEnv, make_rollout_engine
+    from verl.rollout.request import SamplingParams, make_requests
+
+    env = RolloutEnv(0, 1, 0, torch.device(device), 0, compute_dtype=torch.bfloat16)
+    section = schema.RolloutConfig(name=kind, prompt_length=16, response_length=16, gpu_memory_utilization=0.02)
+    rollout = make_rollout_engine(kind, section, engine.spec.model, env, engine)
+    completions = rollout.generate(make_requests(prompts, SamplingParams(14, (2,), seed=3)))
+    sampled = [torch.tensor(completion.log_probs) for completion in completions]
+    return gap(sampled, trained(engine, prompts, [list(completion.token_ids) for completion in completions]))
+
+
 def measure(name: str, device: str) -> dict[str, Any]:
     """The differences of a family by column, and the errors of the cells that failed."""
     import torch
 
     from tests.models.cells import recorded
-    from tests.models.checks import batch_of, load, log_probs_alone, save_family, sequences
+    from tests.models.checks import load, log_probs_alone, save_family, sequences
     from verl.config import schema
-    from verl.engines.base import EngineSpec, MicroBatching, make_engine
-    from verl.rollout.base import RolloutEnv, make_rollout_engine
-    from verl.rollout.request import SamplingParams, make_requests
+    from verl.engines.base import EngineSpec, make_engine
 
     logging.disable(logging.WARNING)
-    result: dict[str, Any] = {"family": name, "errors": {}}
-    place = torch.device(device)
-
-    def gap(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-        return (torch.cat(one).double().cpu() - torch.cat(other).double().cpu()).abs().mean().item()
-
-    def rows(columns: torch.Tensor, responses: list[list[int]]) -> list[torch.Tensor]:
-        return [row[: len(response)] for row, response in zip(columns, responses)]
-
-    def infer(prompts: list[list[int]], responses: list[list[int]]) -> list[torch.Tensor]:
-        output = engine.infer(batch_of(prompts, responses), ("log_probs",), MicroBatching())
-        return rows(output["log_probs"], responses)
-
-    def rollout_gap(kind: str) -> float:
-        env = RolloutEnv(0, 1, 0, place, 0, compute_dtype=torch.bfloat16)
-        section = schema.RolloutConfig(name=kind, prompt_length=16, response_length=16, gpu_memory_utilization=0.02)
-        rollout = make_rollout_engine(kind, section, engine.spec.model, env, engine)
-        completions = rollout.generate(make_requests(prompts, SamplingParams(14, (2,), seed=3)))
-        sampled = [torch.tensor(completion.log_probs) for completion in completions]
-        return gap(sampled, infer(prompts, [list(completion.token_ids) for completion in completions]))
-
+    result: dict[str, Any] = {"family": name, "errors": {}, "refused": {}}
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         prompts, responses = sequences()
         try:
             path = save_family(name, Path(folder)).path
-            module = load(path).to(place)
+            module = load(path).to(device)
             expected = log_probs_alone(module, prompts, responses)
             result["noise"] = gap(log_probs_alone(module.to(torch.bfloat16), prompts, responses), expected)
         except Exception as error:  # nothing of this project runs here
-            return result | {"refused": {"transformers": f"{type(error).__name__}: {error}".split("\n")[0][:300]}}
+            result["refused"]["transformers"] = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+            return result
         del module
         for column in COLUMNS[1:]:
             if not recorded(name, "sft" if column == "training" else column).is_accepted:
-                if column == "training":
-                    break
                 continue
             try:
                 if column == "training":
                     spec = EngineSpec("causal_lm", schema.ModelConfig(path=path), schema.EngineConfig(dtype="bf16"))
                     engine = make_engine("fsdp", spec)
                     result["rows"] = "packed" if engine.packs else "padded"
-                    value = gap(infer(prompts, responses), expected)
-                else:
-                    value = rollout_gap(column)
-                result[column], limit = value, bound(result["noise"])
-                if value > limit:
-                    result["errors"][column] = f"wrong: expected at most {limit:.3g}, found {value:.3g}"
+                    result[column] = gap(trained(engine, prompts, responses), expected)
+                elif "rows" in result:
+                    result[column] = rollout_gap(engine, column, device, prompts)
             except ValueError as error:
-                result["refused"] = result.get("refused", {}) | {column: str(error).split("\n")[0][:300]}
-                if column == "training":
-                    break
+                result["refused"][column] = str(error).split("\n")[0][:300]
             except Exception as error:  # the outcome of a cell, whatever it is
                 result["errors"][column] = f"{type(error).__name__}: {error}".split("\n")[0][:300]
-                if column == "training":
-                    break
+            if result.get(column, 0) > (limit := bound(result["noise"])):
+                result["errors"][column] = f"wrong: expected at most {limit:.3g}, found {result[column]:.3g}"
     return result
 
 
@@ -131,7 +137,8 @@ def main() -> None:
             try:
                 results.append(future.result(max(0.1, args.seconds - (time.monotonic() - start))))
             except Exception as error:
-                results.append({"family": name, "errors": {"process": f"{type(error).__name__}: {error}"[:300]}})
+                failure = f"{type(error).__name__}: {error}"[:300]
+                results.append({"family": name, "errors": {"process": failure}, "refused": {}})
         for process in list(pool._processes.values()) if time.monotonic() - start > args.seconds else ():
             process.kill()
     record = {
@@ -145,9 +152,9 @@ def main() -> None:
     print(f"{'family':28}" + "".join(f"{column:>10}" for column in COLUMNS) + "  rows")
     for row in results:
         numbers = "".join(f"{row[c]:10.4f}" if c in row else f"{'-':>10}" for c in COLUMNS)
-        print(f"{row['family']:28}{numbers}  {row.get('rows', '-')}", row.get("refused", ""), *row["errors"].items())
+        print(f"{row['family']:28}{numbers}  {row.get('rows', '-')}", *(row["errors"] | row["refused"]).items())
     wrong = [row["family"] for row in results if row["errors"]]
-    refused = [row["family"] for row in results if "refused" in row]
+    refused = [row["family"] for row in results if row["refused"]]
     print(f"{len(results)} families, {record['seconds']} s; wrong: {wrong}; refused or not in transformers: {refused}")
     sys.exit(bool(wrong))
 
