@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from verl.config import schema
 from verl.engines.checkpoint import copy_into
@@ -72,7 +72,7 @@ def add_adapters(module: nn.Module, model: schema.ModelConfig) -> nn.Module:
     module.peft_config = children.peft_config
     _check_layers(module)
     for layer in _layers(module).values():
-        if _is_of_linear(layer):
+        if not _is_of_experts(layer):
             layer.__class__ = _merging(type(layer))
     adapters = Adapters(module)
     adapters.switch(on=True)
@@ -239,33 +239,40 @@ def _layers(module: nn.Module) -> dict[str, nn.Module]:
 # ---- the forward pass -----------------------------------------------------------------------------------------------
 
 
-def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """W + scale B A in the dtype of W (out, in), rounded once. a: (rank, in); b: (out, rank)."""
-    return torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=scale)
+def _merged(layer: nn.Module, weight: torch.Tensor, adapter: str) -> torch.Tensor:
+    """The weight of a linear layer with an adapter, W + scale B A, in the dtype of W and rounded once."""
+    a, b = layer.lora_A[adapter].weight.to(weight.dtype), layer.lora_B[adapter].weight.to(weight.dtype)
+    if layer.fan_in_fan_out:  # W is (in, out)
+        a, b = b.T, a.T
+    return torch.addmm(weight, b, a, alpha=layer.scaling[adapter])
 
 
 class _MergedLinear(torch.autograd.Function):
     """x (..., in) -> x (W + scale B A)^T + bias. The rounding of the sum passes gradients on as they are."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, a, b, scale):
+    def forward(ctx, x, a, b, layer, adapter):
         ctx.save_for_backward(x, a, b)
-        ctx.weight, ctx.scale = weight, scale
+        ctx.layer, ctx.adapter, base = layer, adapter, layer.get_base_layer()
         with torch.autocast(x.device.type, enabled=False):
-            return nn.functional.linear(x, merged_weight(dequantized(weight), a, b, scale).to(x.dtype), bias)
+            return nn.functional.linear(x, _MergedLinear.weight(ctx, x), None if base.bias is None else base.bias.to(x))
+
+    @staticmethod
+    def weight(ctx, x: torch.Tensor) -> torch.Tensor:
+        """(out, in), in the dtype of x. Computed in both passes: it is not kept."""
+        merged = _merged(ctx.layer, dequantized(ctx.layer.get_base_layer().weight), ctx.adapter).to(x.dtype)
+        return merged.T if ctx.layer.fan_in_fan_out else merged
 
     @staticmethod
     def backward(ctx, gradient):
         x, a, b = ctx.saved_tensors
+        scale = ctx.layer.scaling[ctx.adapter]
         with torch.autocast(x.device.type, enabled=False):
-            narrow_a, narrow_b = a.to(x.dtype), b.to(x.dtype)
             rows, flat = gradient.flatten(0, -2), x.flatten(0, -2)
-            for_a = ((rows @ narrow_b).T @ flat).to(a.dtype) * ctx.scale
-            for_b = (rows.T @ (flat @ narrow_a.T)).to(b.dtype) * ctx.scale
-            for_x = None
-            if ctx.needs_input_grad[0]:
-                for_x = gradient @ merged_weight(dequantized(ctx.weight), a, b, ctx.scale).to(x.dtype)
-        return for_x, None, None, for_a, for_b, None
+            for_a = ((rows @ b.to(x.dtype)).T @ flat).to(a.dtype) * scale
+            for_b = (rows.T @ (flat @ a.to(x.dtype).T)).to(b.dtype) * scale
+            for_x = gradient @ _MergedLinear.weight(ctx, x) if ctx.needs_input_grad[0] else None
+        return for_x, for_a, for_b, None, None
 
 
 @functools.cache
@@ -273,14 +280,11 @@ def _merging(cls: type) -> type:
     """A peft layer whose computations in 16 bits are those of the merged weight."""
 
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        base = self.get_base_layer()
         dtype = compute_dtype(x, x)
         if self.disable_adapters or dtype.itemsize > 2:
             return cls.forward(self, x, *args, **kwargs)
         (active,) = self.active_adapters
-        a, b = self.lora_A[active].weight, self.lora_B[active].weight
-        bias = base.bias if base.bias is None else base.bias.to(dtype)
-        return _MergedLinear.apply(x.to(dtype), base.weight, bias, a, b, self.scaling[active])
+        return _MergedLinear.apply(x.to(dtype), self.lora_A[active].weight, self.lora_B[active].weight, self, active)
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
@@ -330,17 +334,14 @@ class Adapters:
         """Yield (HuggingFace name, parameter) with the adapters merged; as sharded as the module."""
         for name, value in self.base():
             layer = self._adapted.get(name)
-            if layer is not None and _is_of_linear(layer):
-                a, b = layer.lora_A[TRAINED].weight.detach(), layer.lora_B[TRAINED].weight.detach()
-                if isinstance(a, DTensor):
-                    a = a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)
-                    b = b.redistribute(placements=value.placements)
-                value = merged_weight(value, a, b, layer.scaling[TRAINED])
-            elif layer is not None:
-                delta = layer.get_delta_weight(TRAINED).detach()
-                if isinstance(delta, DTensor) and delta.placements != value.placements:
-                    delta = delta.redistribute(placements=value.placements)
-                value = (value + delta).to(value.dtype)
+            if layer is not None:
+                if _is_of_experts(layer):
+                    merged = (value + layer.get_delta_weight(TRAINED).detach()).to(value.dtype)
+                else:
+                    merged = _merged(layer, value, TRAINED).detach()
+                if isinstance(value, DTensor) and merged.placements != value.placements:
+                    merged = merged.redistribute(placements=value.placements)
+                value = merged
             yield name, value
 
     def base(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -430,11 +431,6 @@ class Adapters:
             )
         for name, parameter in parameters.items():
             copy_into(parameter, saved[name])
-
-
-def _is_of_linear(layer: nn.Module) -> bool:
-    """Whether a layer of peft adapts one that computes x W^T + b."""
-    return not (_is_of_experts(layer) or layer.fan_in_fan_out)
 
 
 def _is_of_experts(layer: nn.Module) -> bool:
