@@ -106,17 +106,12 @@ def update_on_preferences(
     value, metrics = loss(rows, count, kl)
     (weights,) = torch.autograd.grad(value, rows["log_prob"])
     metrics = {**metrics, **extra, "loss": (value.detach() * count, count_preferences(loss, rows))}
-    step = engine.train_batch(mini.replace(sequence_weight=weights), _weighted_sum(output), micro, temperature)
-    return {**metrics, **step}
 
-
-def _weighted_sum(output: str) -> Objective:
-    """Sum over responses of sequence_weight * output: its gradient is that of the loss that the weights come from."""
-
-    def weighted(outputs: Tensors, rows: Tensors) -> tuple[torch.Tensor, dict[str, Any]]:
+    def weighted_sum(outputs: Tensors, rows: Tensors) -> tuple[torch.Tensor, dict[str, Any]]:  # with the same gradient
         return (rows["sequence_weight"] * sequence_log_prob(outputs[output], rows["response_mask"])).sum(), {}
 
-    return Objective(weighted, (output,))
+    objective = Objective(weighted_sum, (output,))
+    return metrics | engine.train_batch(mini.replace(sequence_weight=weights), objective, micro, temperature)
 
 
 # ---- workers --------------------------------------------------------------------------------------------------------

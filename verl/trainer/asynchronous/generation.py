@@ -12,7 +12,7 @@ interruptible generation are those of AReaL (Fu et al. 2025, arXiv 2505.24298).
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
@@ -273,15 +273,13 @@ class AsyncRunner(PPORunner):
             flow.replace(last, replace(flow[last], func=self._filter))
         flow.insert_after(last, Operator("buffer", self.buffer, reads=("uid", "responses", "weight_version")))
         push = flow["sync_weights"]
-        return flow.replace("sync_weights", replace(push, func=self._paused_push(push.func)))
 
-    def _paused_push(self, push: Callable[[DataProto], None]) -> Callable[[DataProto], None]:
-        def sync(batch: DataProto) -> None:
+        def paused_push(batch: DataProto) -> None:
             with self.generation.paused():
-                push(batch)
+                push.func(batch)
             self.buffer.set_version(batch.meta_info["global_step"])
 
-        return sync
+        return flow.replace("sync_weights", replace(push, func=paused_push))
 
     def compile(self, flow: DataFlow) -> Pipeline:
         """The pipeline of a step starts at the buffer; the producer runs the stages before it."""

@@ -209,8 +209,7 @@ class SampleBuffer:
         """
         self.on_take()
         self._taken = []
-        start, meta_info = time.perf_counter(), self.queue.meta_info()
-        began = time.monotonic()
+        began, meta_info = time.monotonic(), self.queue.meta_info()
         with self.lock:
             while (uids := self._choose(meta_info["global_step"])) is None:
                 if self._error is not None:
@@ -224,13 +223,15 @@ class SampleBuffer:
                 del self._drops[uid]
             self._finished = [uid for uid in self._finished if uid not in uids]
             self._steps_taken, self._taken = meta_info["global_step"], [group.prompt for group in groups]
-            waited = time.perf_counter() - start
-            metrics = self._metrics(groups, waited)
+            metrics = self._metrics(groups, time.monotonic() - began)
             self.lock.notify_all()
         batch = concat_sequences([group.rows for group in groups], self.pad_token_id)
         check_failures(batch, raise_if_all=True)
         reports = [_shared(run, share) for group in groups for run, share in group.reports]
-        batch.meta_info = meta_info | {"metrics": merge_reports(reports)[0] | _sample_metrics(batch) | metrics}
+        columns = batch.non_tensor_batch
+        metrics |= value_metrics({name[7:]: columns[name] for name in columns if name.startswith("reward_")})
+        # of these samples: the operators before the buffer reported of other sets
+        batch.meta_info = meta_info | {"metrics": merge_reports(reports)[0] | length_metrics(batch) | metrics}
         return batch
 
     def requeue(self) -> None:
@@ -386,9 +387,3 @@ def _shared(run: RunReports, share: float) -> RunReports:
         position: ({**reports, "metrics": {k: part(v) for k, v in reports["metrics"].items()}}, max(1, rows * share))
         for position, (reports, rows) in run.items()
     }
-
-
-def _sample_metrics(batch: DataProto) -> dict[str, Any]:
-    """Metrics of a step that the operators before the buffer reported of other sets of samples."""
-    columns = {name: values for name, values in batch.non_tensor_batch.items() if name.startswith("reward_")}
-    return length_metrics(batch) | value_metrics({name.removeprefix("reward_"): columns[name] for name in columns})

@@ -108,7 +108,8 @@ def estimate(config: schema.Config, names: Sequence[str], device: Device | None 
 
 
 def _placed(config: schema.Config, names: Sequence[str]) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
-    """[(roles, devices)] of the placement of a configuration."""
+    """[(roles, devices)] of the placement of a configuration, without placement.local_roles."""
+    names = [name for name in names if name not in config.placement.local_roles]
     return groups_of(config.placement.devices, names, _devices(config))
 
 
@@ -116,7 +117,6 @@ def describe_estimate(config: schema.Config, names: Sequence[str], device: Devic
     """The lines that `verl plan` adds to the plan of a run. Arguments as of `estimate`."""
     from verl.planner import report
 
-    names = [name for name in names if name not in config.placement.local_roles]
     try:
         plan = estimate(config, names, device)
     except ValueError as error:
@@ -298,7 +298,7 @@ def job_of(config: schema.Config, shapes: Mapping[str, ModelShape], names: Seque
     updates = max(1, config.data.train_batch_size // actor.ppo_mini_batch_size)
     several = updates > 1 or actor.ppo_epochs > 1 or actor.old_log_prob_pass == "always"
     old = (several or config.algorithm.use_kl_in_reward) and not correction.bypass_mode
-    multi = config.actor_rollout_ref.rollout.multi_turn.enable
+
     read = required_columns(get_adv_estimator_fn(config.algorithm.adv_estimator), config.algorithm.settings)
     return Job(
         tuple(_role(config, name, shapes[name], on_gpu) for name in names),
@@ -306,7 +306,7 @@ def job_of(config: schema.Config, shapes: Mapping[str, ModelShape], names: Seque
         samples=rollout.n,
         prompt_tokens=rollout.prompt_length,
         response_tokens=rollout.response_length,
-        old_log_probs=old or multi,
+        old_log_probs=old or rollout.multi_turn.enable,
         engine=rollout.name,
         rollout_tensor=rollout.tensor_model_parallel_size,
         memory_share=rollout.gpu_memory_utilization,

@@ -20,6 +20,7 @@ from verl.dataflow.operator import Stateful
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
+from verl.rewards.responses import reward_tensor
 from verl.rollout.request import MEDIA_COLUMNS
 from verl.single_controller.worker_group import WorkerGroup
 from verl.trainer.output.metrics import response_lengths
@@ -33,16 +34,8 @@ if TYPE_CHECKING:
 
 #: columns that `gen` adds to the prompts
 GENERATED = (
-    "prompts",
-    "responses",
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "response_mask",
-    "rollout_log_probs",
-    "weight_version",
-    "finish_reason",
-    "trajectory_info",
+    *("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"),
+    *("rollout_log_probs", "weight_version", "finish_reason", "trajectory_info"),
 )
 #: counts among the metrics of a reward manager
 _COUNTS = ("reward/failed_rows", "reward/empty_responses")
@@ -94,10 +87,7 @@ class Prompts(Stateful):
 def repeat(n: int) -> Callable[[DataProto], DataProto]:
     """Repeat every prompt n times, interleaved, and add the column sample_index: 0 .. n-1 within a group."""
 
-    def repeat_prompts(batch: DataProto) -> DataProto:
-        return batch.repeat(n).replace(sample_index=np.tile(np.arange(n), len(batch)).astype(object))
-
-    return repeat_prompts
+    return lambda batch: batch.repeat(n).replace(sample_index=np.tile(np.arange(n), len(batch)).astype(object))
 
 
 def generate(
@@ -243,9 +233,7 @@ class Reward:
         if self.shuffle_seed is not None:
             seed = fork_seed(self.shuffle_seed, *map(str, batch.non_tensor_batch["uid"][:8]))
             order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)).tolist()
-            mask, sums = batch.batch["response_mask"], scores[order].sum(1)
-            last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)  # response token of each row
-            scores = torch.zeros_like(scores).scatter(1, last[:, None], sums[:, None])
+            scores = reward_tensor(batch, scores[order].sum(1))
             extra = {name: [values[i] for i in order] for name, values in extra.items()}
         return DataProto.from_dict(
             {"token_level_scores": scores, "token_level_rewards": scores},
@@ -339,10 +327,7 @@ def infer(roles: Roles, role: str, method: str, reads: tuple[str, ...] = ()) -> 
     reads: further columns for the workers.
     """
 
-    def infer_sequences(batch: DataProto) -> DataProto:
-        return getattr(roles[role], method)(sequence_columns(batch, reads))
-
-    return infer_sequences
+    return lambda batch: getattr(roles[role], method)(sequence_columns(batch, reads))
 
 
 @dataclass(eq=False, repr=False)

@@ -313,7 +313,13 @@ class Checkpointer:
                     "of that run"
                 )
             (not_loaded, *_) = self.roles[role].load_checkpoint(folder / role)
-            self._report_not_loaded(role, folder, not_loaded)
+            for content in not_loaded:
+                logger.warning(
+                    "RESUMED WITHOUT %s: the %s of %s is resumed without it, since its checkpoint.load_contents "
+                    "(default: its save_contents) does not contain %r: %s, so the run differs from an uninterrupted "
+                    "one",
+                    *(content.upper(), role, folder, content, _RESTARTS[content]),
+                )
             if broken := self._broken(role):
                 raise ValueError(f"{folder}: the {role} contains {broken}; {DELETE}")
         with _reading(folder):
@@ -388,19 +394,6 @@ class Checkpointer:
         if trainer.resume_mode == "resume_path":
             return self.store.resume_path(trainer.resume_from_path)
         return self.store.latest()
-
-    def _report_not_loaded(self, role: str, folder: Path, not_loaded: Sequence[str]) -> None:
-        """Warn of role state that is not restored although the run resumes."""
-        for content in not_loaded:
-            logger.warning(
-                "RESUMED WITHOUT %s: the %s of %s is resumed without it, since its checkpoint.load_contents (default: "
-                "its save_contents) does not contain %r: %s, so the run differs from an uninterrupted one",
-                content.upper(),
-                role,
-                folder,
-                content,
-                _RESTARTS[content],
-            )
 
     def _data_digests(self) -> dict[str, str | None]:
         """Digests of training data that `Identity` does not find as files."""
