@@ -106,11 +106,8 @@ def saved_step(folder: Path) -> int:
 
 
 def verify(folder: str | Path) -> Path:
-    """Verify the sizes and checksums of all files of a checkpoint, and return its folder.
-
-    Raises:
-        CheckpointError: if a file is missing or damaged.
-    """
+    """Verify the sizes and checksums of all files of a checkpoint, and return its folder. Raises CheckpointError if a
+    file is missing or damaged."""
     saved = _read(Path(folder))
     fault = saved.size_fault() or next(content_faults(saved.folder, saved.files), None)
     if fault is not None:
@@ -122,12 +119,8 @@ class CheckpointStore:
     """The checkpoints of one run. One process calls `writing`; all ranks may write into the folder it yields."""
 
     def __init__(self, root: str | Path, keep: int | None = None):
-        """Configure the store; nothing is written yet.
-
-        Args:
-            root: their folder.
-            keep: number of newest checkpoints to keep; None: all. Includes checkpoints from before a resume.
-        """
+        """keep: number of newest checkpoints in the folder `root` to keep, with those from before a resume; None:
+        all."""
         self.root = Path(root)
         self.keep = _check_keep(keep)
         self._size: int | None = None  # bytes of the newest checkpoint
@@ -207,16 +200,9 @@ class CheckpointStore:
         return max((saved.serial for saved in self._scan()[0]), default=0)
 
     def latest(self, after: int = 0) -> Path | None:
-        """Return the newest checkpoint that passes verification; None if there are no checkpoints.
-
-        A damaged checkpoint is logged as an error, and the previous one is used.
-
-        Args:
-            after: only checkpoints with a larger serial number.
-
-        Raises:
-            CheckpointError: if there are checkpoints, but none is usable. The run does not start from scratch silently.
-        """
+        """Return the newest checkpoint that passes verification, with a serial number above `after`; None if there are
+        no checkpoints. A damaged one is logged as an error, and the previous one is used. Raises CheckpointError if
+        there are checkpoints, but none is usable: the run does not start from scratch silently."""
         self._restore_replaced()
         checkpoints, unusable = self._scan()
         for error in unusable:
@@ -267,11 +253,7 @@ class CheckpointStore:
 
     def mark_best(self, record: Mapping[str, Any]) -> None:
         """Make the checkpoint of `record["step"]` the best one: it is not deleted, and the link `best` leads to it.
-
-        Args:
-            record: plain values. With a true `saved_as_best`, the checkpoint was not due otherwise; it is deleted when
-                another one becomes the best.
-        """
+        With a true `saved_as_best`, it was not due otherwise, and is deleted when another one becomes the best."""
         previous, step = self.best(), record["step"]
         _write_atomically(self.root / BEST, json.dumps(dict(record), indent=1) + "\n")
         self._link_best(step)

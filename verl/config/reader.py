@@ -50,13 +50,8 @@ with warnings.catch_warnings():  # OmegaConf 2.4 renames this function to one th
 
 
 class Reader:
-    """Reads layers for one schema; later layers win.
-
-    Attributes:
-        problems: what is wrong with the settings; filled by `read`.
-        notes: warnings; filled by `read`.
-        source_of: key -> index of the layer that sets it; filled by `read`.
-    """
+    """Reads layers for one schema; later layers win. `read` fills problems, notes (warnings), and source_of: key ->
+    index of the layer that sets it."""
 
     def __init__(self, schema: type[Schema], layers: list[Layer]):
         self.schema = schema
@@ -226,10 +221,8 @@ class Reader:
     # ------------------------------------------------------------------------------------------------ interpolations
 
     def _resolver(self, layers: list[Named]) -> Callable[[Setting], Setting | None]:
-        """A function that resolves references to any key, by its name or an alias, or to its default.
-
-        It returns None, and adds a problem, if a reference cannot be resolved.
-        """
+        """A function that resolves references to any key, by its name or an alias, or to its default. It returns None,
+        and adds a problem, if a reference cannot be resolved."""
         ignored = list(self._ignored.items())
         if not any(has_interpolation(setting.value) for layer in [ignored, *layers] for _, setting in layer):
             return lambda setting: setting
@@ -333,10 +326,8 @@ class Reader:
 
 
 def ignored_notes(ignored: Layer, schema: str | None) -> list[str]:
-    """Return one note that lists the keys without effect whose value is not public verl's default.
-
-    More than three keys of one section are listed as the section and their number, and so are all `_target_` keys.
-    """
+    """Return one note that lists the keys without effect whose value is not public verl's default. More than three keys
+    of one section are listed as the section and their number, and so are all `_target_` keys."""
     names: dict[str, list[str]] = {}
     for key, setting in ignored.items():
         entry = ignored_key(key, schema, has_field=False)

@@ -126,11 +126,8 @@ class DialogueReader:
         self.same = self.same and reader.special_tokens_map == policy.special_tokens_map
 
     def __call__(self, batch: DataProto) -> list[list[int]]:
-        """Token ids of the B dialogues of a batch.
-
-        Args:
-            batch: has input_ids and attention_mask (B, P+T), responses (B, T), and raw_prompt if the tokenizers differ.
-        """
+        """Token ids of the B dialogues of a batch. Reads input_ids and attention_mask (B, P+T), responses (B, T), and
+        raw_prompt if the tokenizers differ."""
         ids, attended = batch.column("input_ids"), batch.column("attention_mask").bool()
         if self.same:
             return _unpadded(ids, attended)

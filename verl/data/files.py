@@ -101,10 +101,8 @@ class Rows(Sequence):
         return file.location(local)
 
     def to_table(self) -> pa.Table:
-        """All rows as an Arrow table; columns of parquet files keep their types.
-
-        Raises ValueError if a column of a JSON file has several types, or the files have different types.
-        """
+        """All rows as an Arrow table; columns of parquet files keep their types. Raises ValueError if a column of a
+        JSON file has several types, or the files have different types."""
         tables = [file.to_table().select(self.columns) for file in self.files]
         try:
             return pa.concat_tables(tables, promote_options="permissive")
@@ -211,14 +209,9 @@ def _is_file(path: Path) -> bool:
 
 
 def rows_in_memory(data: Any) -> Rows | None:
-    """Rows of a sequence of dicts. None for paths, and for everything else that `file_list` rejects.
-
-    A list is checked and copied: a key that a row does not have is None. Another sequence, such as a Hugging Face
-    dataset, is read row by row.
-
-    Raises:
-        ValueError: an item of a list is not a dict.
-    """
+    """Rows of a sequence of dicts; None for paths, and for everything else that `file_list` rejects. A list is checked
+    and copied (a missing key is None); another sequence, such as a Hugging Face dataset, is read row by row. Raises
+    ValueError if an item of a list is not a dict."""
     if isinstance(data, str | Path | Mapping) or not isinstance(data, Sized) or not len(data):
         return None
     if isinstance(data[0], str | Path):

@@ -319,10 +319,8 @@ def _follow(row: Mapping[str, Any], path: tuple[str, ...], location: str) -> Any
 
 
 def collate_sft(items: Sequence[Mapping[str, Any]], pad_token_id: int) -> DataProto:
-    """B items of `SFTDataset` -> a batch with the columns of a rollout (see `build_sequences`).
-
-    Other keys of the items (index, uid) become object columns. Raises ValueError if there are no items.
-    """
+    """B items of `SFTDataset` -> a batch with the columns of a rollout (see `build_sequences`). Other keys of the items
+    (index, uid) become object columns. Raises ValueError if there are no items."""
     if not items:
         raise ValueError("collate_sft: expected at least one item, found none")
     tensors = ("prompt_ids", "response_ids", "response_mask")

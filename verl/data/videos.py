@@ -94,12 +94,9 @@ class Video:
         self._source = source
 
     def decode(self) -> DecodedVideo:
-        """Decode at most `max_frames` frames, evenly spaced. The others are not kept in memory.
-
-        Raises:
-            MediaError: no such file, no frames, too many pixels, frames of different sizes, a damaged file, or one that
-                nothing here decodes.
-        """
+        """Decode at most `max_frames` frames, evenly spaced. The others are not kept in memory. Raises MediaError: no
+        such file, no frames, too many pixels, frames of different sizes, a damaged file, or one that nothing here
+        decodes."""
         source = self._opened()
         if not source.total:
             raise self._error("expected at least one frame, found none")

@@ -45,10 +45,8 @@ class Probe:
 
 
 def run_probes(codes: Mapping[str, str], timeout: float = TIMEOUT) -> dict[str, Probe]:
-    """Run snippets one after another in one subprocess with the same sys.path.
-
-    Every name gets a result; those after a crash or the timeout are reported as not tried.
-    """
+    """Run snippets one after another in one subprocess with the same sys.path. Every name gets a result; those after a
+    crash or the timeout are reported as not tried."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-c", _CHILD, json.dumps(dict(codes))]
     process = subprocess.Popen(

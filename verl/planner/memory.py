@@ -47,12 +47,8 @@ PHASES = {
 
 
 def activation_bytes(role: Role, sequence_parallel: bool = False) -> ActivationBytes:
-    """Bytes per token that the layers keep for the backward pass, without and with checkpointing.
-
-    Args:
-        role: the role, with its layout.
-        sequence_parallel: tensor-parallel ranks also split what is between the matrices.
-    """
+    """Bytes per token that the layers keep for the backward pass, without and with checkpointing. sequence_parallel:
+    tensor-parallel ranks also split what is between the matrices."""
     s, c = role.shape, role.compute_bytes
     stream = c if role.layout.devices > 1 else max(c, role.weight_bytes)  # FSDP2 casts the embedding
     norms = 2 * (stream + c) * s.hidden + 2 * stream
@@ -117,12 +113,9 @@ def gradients(job: Job, role: Role) -> float:
 
 
 def gathered(job: Job, role: Role, training: bool) -> float:
-    """Bytes of casts of the weights or, with FSDP2, of what is gathered at a time.
-
-    FSDP2 gathers two layers, and the embedding with the output layer. In training the gradients of these layers, which
-    are reduced in float32, and of the output layer are there too; that of the embedding comes last, when the
-    activations are freed.
-    """
+    """Bytes of casts of the weights or, with FSDP2, of what is gathered at a time: two layers, and the embedding with
+    the output layer. In training, the gradients of these, reduced in float32, are there too; that of the embedding
+    comes last, when the activations are freed."""
     shape, c, layout = role.shape, role.compute_bytes, role.layout
     if job.model_parallel:
         return 0.0
@@ -292,14 +285,7 @@ def push_items(job: Job, role: Role) -> Items:
 
 
 def group_memory(job: Job, device: Device, roles: Sequence[Role]) -> dict[str, Items]:
-    """Bytes per device of every phase on the devices that these roles share.
-
-    Args:
-        roles: the roles on these devices, with their layouts.
-
-    Returns:
-        Phase -> what -> bytes.
-    """
+    """Phase -> what -> bytes per device, on the devices that these roles share."""
     by_name = {role.name: role for role in roles}
     phases: dict[str, Items] = {}
     for phase in PHASES:
@@ -324,10 +310,8 @@ def group_memory(job: Job, device: Device, roles: Sequence[Role]) -> dict[str, I
 
 
 def _persistent(job: Job, roles: Sequence[Role], active: Role, updates: bool) -> Items:
-    """Weights and optimizer states on the device while a role runs, whose offloaded weights are there too.
-
-    Megatron's buffers of gradients are with the weights.
-    """
+    """Weights and optimizer states on the device while a role runs, whose offloaded weights are there too. Megatron's
+    buffers of gradients are with the weights."""
     items = {"weights": 0.0, "optimizer": 0.0} | ({"gradients": 0.0} if job.model_parallel else {})
     for role in roles:
         if role.name == "rollout":  # its weights are those of the engine

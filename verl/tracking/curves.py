@@ -43,10 +43,8 @@ def _means(values: Sequence[float], before: int, after: int) -> list[float]:
 
 
 def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:
-    """Limits of an axis that a few outliers do not stretch; None if there are none.
-
-    An outlier is further from the middle half of the values than four times its width, and there may be at most 5 %.
-    """
+    """Limits of an axis that a few outliers do not stretch; None if there are none. An outlier is further from the
+    middle half of the values than four times its width, and there may be at most 5 %."""
     ordered = sorted(values)
     if len(ordered) < 8:
         return None
@@ -82,10 +80,7 @@ def save_comparison(
     runs: Sequence[RecordedRun], out_png: str | Path, keys: Sequence[str] | None = None, names: Sequence[str] = ()
 ) -> Path:
     """Plot the same metrics of several runs into a PNG and return its path. The legend is `names`, or what differs.
-
-    Raises:
-        ValueError: as `save_curves`.
-    """
+    Raises ValueError as `save_curves`."""
     algorithms = {run.algorithm for run in runs}
     models = {run.model for run in runs}
     title = " · ".join(name for names in (algorithms, models) if len(names) == 1 for name in names - {"unknown"})

@@ -166,11 +166,8 @@ class SampleBuffer:
             self._tokens += int(batch.batch["response_mask"].sum())
 
     def settle(self, uids: Sequence[str], runs: Sequence[RunReports] = ()) -> None:
-        """Finish the operators for groups: those passed to `put` become available to steps.
-
-        The others have been filtered by an operator, and make room for new prompts. The reports of the runs are divided
-        among the groups that arrived.
-        """
+        """Finish the operators for groups: those passed to `put` become available to steps, with their share of the
+        reports of the runs. The others have been filtered by an operator, and make room for new prompts."""
         with self.lock:
             arrived = [uid for uid in uids if self.groups[uid].rows is not None]
             self.add_reports(arrived, runs)
@@ -203,10 +200,8 @@ class SampleBuffer:
     # ---- the training loop's side -----------------------------------------------------------------------------------
 
     def take(self) -> Any:
-        """Wait for the groups of the next step and return them as one batch. Raises the error given to `fail`.
-
-        Returns HOLD if the run ends, and the groups that were being generated are not sufficient.
-        """
+        """Wait for the groups of the next step and return them as one batch. Raises the error given to `fail`. Returns
+        HOLD if the run ends, and the groups that were being generated are not sufficient."""
         self.on_take()
         self._taken = []
         began, meta_info = time.monotonic(), self.queue.meta_info()
@@ -271,11 +266,8 @@ class SampleBuffer:
         return [uid for uid in self._finished if uid in selected] if len(selected) == self.batch_size else None
 
     def _drop_stale(self, step: int) -> None:
-        """Drop groups that are older than allowed, and return their prompts to the queue.
-
-        Raises:
-            StaleWeightsError: a group was dropped _MAX_DROPS times.
-        """
+        """Drop groups that are older than allowed, and return their prompts to the queue. Raises StaleWeightsError if
+        one was dropped _MAX_DROPS times."""
         oldest = step - 1 - self.max_staleness
         stale = [uid for uid in self._finished if self.groups[uid].oldest_version < oldest]
         for uid in stale:
@@ -316,10 +308,8 @@ class SampleBuffer:
 
 
 class AsyncPrompts(PromptQueue):
-    """The prompts of asynchronous training. The saved state includes those that are not trained yet.
-
-    A resumed run generates them again first, so no prompt is lost or repeated.
-    """
+    """The prompts of asynchronous training. The saved state includes those that are not trained yet. A resumed run
+    generates them again first, so no prompt is lost or repeated."""
 
     buffer: SampleBuffer  # has the prompts that are admitted
 

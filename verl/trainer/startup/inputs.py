@@ -158,10 +158,8 @@ def dataset_of_files(
 
 
 def reading_threads(dataset: Dataset, data: schema.DataConfig | schema.SFTDataConfig) -> int:
-    """The number of threads that prepare the next batches (`data.dataloader_num_workers`).
-
-    Items of a custom dataset are read by at most one, since several threads may not be safe there.
-    """
+    """The number of threads that prepare the next batches (`data.dataloader_num_workers`). Items of a custom dataset
+    are read by at most one, since several threads may not be safe there."""
     is_custom = not type(dataset).__module__.startswith("verl.data.")  # also of a subclass
     threads = data.dataloader_num_workers
     if threads is None:
@@ -210,15 +208,9 @@ def prompt_source(data: schema.DataConfig | schema.SFTDataConfig, inputs: Inputs
 
 
 def are_rows(data: Any, tokenized: Sequence[str] = RL_TOKENS) -> bool:
-    """Whether these are rows of a table rather than a dataset whose items the trainer takes.
-
-    Args:
-        data: anything with a length whose items are dicts.
-        tokenized: keys that only an item of a dataset has.
-
-    Raises:
-        ValueError: it has no length or no items.
-    """
+    """Whether these are rows of a table rather than a dataset whose items the trainer takes. data: anything with a
+    length whose items are dicts. tokenized: keys that only an item of a dataset has. Raises ValueError if it has no
+    length or no items."""
     if data is None or isinstance(data, RLHFDataset):
         return False
     try:

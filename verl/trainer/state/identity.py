@@ -65,12 +65,8 @@ GROUPS = ("model", "data", "reward", "code")
 
 
 class Identity:
-    """What identifies the experiment of a configuration.
-
-    Args:
-        working_dir: relative paths refer to it.
-        data_digests: returns digests of training data that is not in files, by what it is; None: there is none.
-    """
+    """What identifies the experiment of a configuration. working_dir: relative paths refer to it. data_digests: returns
+    digests of training data that is not in files, by what it is; None: there is none."""
 
     def __init__(self, config: Schema, working_dir: Path, data_digests: Callable[[], Mapping[str, str | None]] = dict):
         self._config = config
@@ -104,17 +100,9 @@ class Identity:
         return {group: list(dict.fromkeys(paths)) for group, paths in files.items()}
 
     def check(self, saved: Mapping[str, Any], saved_config: Mapping[str, Any], folder: Path) -> None:
-        """Compare with what a checkpoint stores.
-
-        Args:
-            saved: `state()` of the run that wrote it; empty if it stores none.
-            saved_config: its flat configuration.
-            folder: the checkpoint, for messages.
-
-        Raises:
-            ValueError: it belongs to another experiment, and trainer.allow_change does not name the changes; or an
-                entry of trainer.allow_change is neither a group nor a setting.
-        """
+        """Compare with `state()` (empty: none) and the flat configuration that a checkpoint stores. folder: for
+        messages. Raises ValueError if it belongs to another experiment, and trainer.allow_change does not name the
+        changes; or an entry of that is neither a group nor a setting."""
         allowed = list(self._config.trainer.allow_change)
         for name in allowed:
             if name not in GROUPS and not any(fnmatchcase(key, name) for key in self._flat):
@@ -155,11 +143,8 @@ class Identity:
     def _changed_settings(
         self, saved: Mapping[str, Any], variables: Mapping[str, str], compared: set[str]
     ) -> dict[str, str]:
-        """Key -> "old -> new" of settings that differ, without paths whose contents were compared.
-
-        Args:
-            variables: digests of the settings that were read from the environment.
-        """
+        """Key -> "old -> new" of settings that differ, without paths whose contents were compared. variables: digests
+        of the settings that were read from the environment."""
         changes = {}
         for key in sorted(saved.keys() | self._flat.keys()):
             is_path = ("model" in compared and key.endswith("model.path")) or (
@@ -185,11 +170,8 @@ class Identity:
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """The fingerprint of a file.
-
-    Of a file over 64 MiB, 64 blocks of 64 KiB at equal distances are hashed, the first and the last included; smaller
-    files are hashed completely.
-    """
+    """The fingerprint of a file. Of one over 64 MiB, 64 blocks of 64 KiB at equal distances are hashed, the first and
+    the last included; smaller files completely."""
     status = path.stat()
     key = (path.name, status.st_size, status.st_mtime_ns)
     with path.open("rb") as file:
