@@ -14,7 +14,7 @@ from omegaconf.resolvers import oc
 from verl.config.errors import Problem, format_value, nearest_key
 from verl.config.fields import ConfigField, Schema, fields_of, flatten, sections_of, unflatten
 from verl.config.public.aliases import NULL_IS_DEFAULT
-from verl.config.public.upstream import UpstreamKey, ignored_key, upstream_key
+from verl.config.public.upstream import ignored_key, upstream_key
 from verl.config.sources import REMOVED, Layer, Setting, has_interpolation
 from verl.utils.redaction import remember_expression, remember_variable
 
@@ -97,7 +97,12 @@ class Reader:
             removed_section = setting.value == REMOVED and key in sections_of(self.schema)
             if ignored_key(key, self.schema.upstream, has_field=self._field_of(key) is not None):
                 self._ignored[key] = setting
-            elif removed_section or self._field_of(key) or key in self.schema.aliases.computed or self._upstream(key):
+            elif (
+                removed_section
+                or self._field_of(key)
+                or key in self.schema.aliases.computed
+                or upstream_key(key, self.schema.upstream)
+            ):
                 known.append((key, setting))
             elif setting.added and (free_key := self._free_setting(key)) and not self._name_of_another(key):
                 known.append((free_key, setting))
@@ -136,9 +141,6 @@ class Reader:
         section, _, name = key.rpartition(".")
         free = _FREE_SETTINGS.get(section)
         return f"{free}.{name}" if free in fields_of(self.schema) else None
-
-    def _upstream(self, key: str) -> UpstreamKey | None:
-        return upstream_key(key, self.schema.upstream)
 
     def _without_empty(self, layer: Layer) -> Layer:
         """Drop empty sections, and OmegaConf's '???' for a value that is not set."""
@@ -270,7 +272,7 @@ class Reader:
             return True
         values = flatten({key: setting.value}) if isinstance(setting.value, Mapping) else {key: setting.value}
         for name, value in values.items():
-            known = self._upstream(name)
+            known = upstream_key(name, self.schema.upstream)
             if not known.accepts(value):
                 accepted = ", ".join(map(format_value, known.accepted))
                 message = f"{format_value(value)} is not supported: {known.instead} (accepted: {accepted})"

@@ -234,9 +234,8 @@ def _repeated(values_of: Mapping[str, Sequence[Any]]) -> list[str]:
         for key, values in values_of.items()
         if len(values) > 2 and any(value != values[-1] for value in values[1:])
     ]
-    return (
-        [f"overrides that are given several times; the last value is used: {'; '.join(repeated)}"] if repeated else []
-    )
+    note = f"overrides that are given several times; the last value is used: {'; '.join(repeated)}"
+    return [note] if repeated else []
 
 
 def has_interpolation(value: Any) -> bool:

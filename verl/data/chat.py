@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from verl.data.messages import Chat, Message, trained_turns
@@ -138,9 +137,7 @@ class DialogueReader:
             )
         width = batch.column("responses").shape[1]
         responses = decode_all(self.policy, _unpadded(ids[:, -width:], attended[:, -width:]))
-        return self._encode(batch.column("raw_prompt"), responses)
-
-    def _encode(self, prompts: np.ndarray, responses: Sequence[str]) -> list[list[int]]:
+        prompts = batch.column("raw_prompt")
         if self.reader.chat_template is None:
             texts = [_text(prompt) + response for prompt, response in zip(prompts, responses)]
             return encode(self.reader, texts, add_special_tokens=True)

@@ -85,10 +85,8 @@ def _library(problem: str) -> ModuleType:
 
 def _load(library: ModuleType, name: DataName) -> Any:
     path = expanded(name.path)
-    if not name.is_folder:
-        return library.load_dataset(name.path, name.config, split=name.split)
-    if not any((path / file).is_file() for file in _SAVED):
-        return library.load_dataset(str(path), name.config, split=name.split)
+    if not (name.is_folder and any((path / file).is_file() for file in _SAVED)):
+        return library.load_dataset(str(path) if name.is_folder else name.path, name.config, split=name.split)
     dataset = library.load_from_disk(str(path))
     if not isinstance(dataset, Mapping):  # one split, which has no name
         return dataset

@@ -211,14 +211,9 @@ class RowImage:
         )
 
     def _error(self, problem: str) -> MediaError:
-        return MediaError(f"{self.location}{_format_name(self._source)}: {problem}")
-
-
-def _format_name(source: Any) -> str:
-    """The file name of a source that has one, in parentheses; otherwise an empty text."""
-    path = source.get("path") if isinstance(source, Mapping) else source
-    is_name = isinstance(path, str) and len(path) < 300 and path[:5].lower() != "data:"
-    return f" ({path:.100})" if is_name else ""
+        path = self._source.get("path") if isinstance(self._source, Mapping) else self._source
+        has_name = isinstance(path, str) and len(path) < 300 and path[:5].lower() != "data:"
+        return MediaError(f"{self.location}{f' ({path:.100})' if has_name else ''}: {problem}")
 
 
 # ---- bytes of images and videos --------------------------------------------------------------------------------------

@@ -87,12 +87,11 @@ def tower_bytes(role: Role) -> ActivationBytes:
 
 def weights(job: Job, role: Role) -> float:
     """Bytes of the stored weights of a role on one device."""
-    layout = role.layout
     if job.model_parallel:
         return role.compute_bytes * role.megatron_share
     linear = role.shape.matrices(0) if role.is_quantized else 0
     stored = linear * QUANTIZED_BYTES + (role.parameters - linear) * role.weight_bytes
-    return (stored + (role.trained_bytes * role.trained if role.lora_rank else 0)) / layout.shards
+    return (stored + (role.trained_bytes * role.trained if role.lora_rank else 0)) / role.layout.shards
 
 
 def optimizer_bytes(job: Job, role: Role) -> float:
@@ -106,10 +105,9 @@ def optimizer_bytes(job: Job, role: Role) -> float:
 
 def gradients(job: Job, role: Role) -> float:
     """Bytes of the gradients on one device."""
-    layout = role.layout
     if job.model_parallel:
         return 4 * role.megatron_share if role.trains else 0.0
-    return role.trained_bytes * role.trained / layout.shards
+    return role.trained_bytes * role.trained / role.layout.shards
 
 
 def gathered(job: Job, role: Role, training: bool) -> float:
@@ -206,17 +204,12 @@ def update_items(job: Job, role: Role, device: Device, taken: float) -> Items:
     items["activations"] += images * (tower.checkpointed if checkpoints else tower.plain)
     # the gradients of one layer's activations come after those of the logits are freed
     items["logits, working memory"] = max(logits(job, role, tokens, device, training=True), tokens * layer)
-    if not job.model_parallel and largest <= tokens:  # Megatron has gradient buffers all the time
-        return _one_backward_pass(role, items, tokens * layer)
-    return items
-
-
-def _one_backward_pass(role: Role, items: Items, layer: float) -> Items:
-    """The larger of its begin, with the gradient of the output layer, and its end, with all gradients and one layer.
-    items: of several micro-batches, with gradients from the begin. layer: bytes of its activations."""
+    if job.model_parallel or largest > tokens:  # Megatron has gradient buffers all the time
+        return items
+    # one backward pass: its begin, with the gradient of the output layer, or its end, with all gradients and one layer
     head = 0.0 if role.value_head or role.lora_rank else role.shape.embedding * role.weight_bytes / role.layout.shards
     begin = items | {"gradients": min(items["gradients"], head)}
-    end = items | {"activations": layer, "logits, working memory": layer}
+    end = items | {"activations": tokens * layer, "logits, working memory": tokens * layer}
     return max(begin, end, key=total)
 
 

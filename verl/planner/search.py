@@ -6,6 +6,7 @@ once per (set, devices). An allocation that another one beats with fewer devices
 ends when even the fastest rest cannot beat the best placement so far: the result is that of brute force.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
@@ -68,7 +69,7 @@ class Search:
         if self.job.overlaps:
             rollout = replace(self.job.role("actor"), name="rollout", trains=False)
             self.job = replace(self.job, roles=(*self.job.roles, rollout))
-        self._groups: dict[tuple[tuple[str, ...], int], Group | None] = {}
+        self.group = functools.cache(self.group)
 
     def partitions(self) -> list[Partition]:
         """The partitions to try. In asynchronous training the rollout is alone; otherwise it would idle in training."""
@@ -77,12 +78,6 @@ class Search:
 
     def group(self, names: tuple[str, ...], devices: int) -> Group | None:
         """The fastest layout of these roles on this many devices that fits; None if there is none. Cached."""
-        key = (names, devices)
-        if key not in self._groups:
-            self._groups[key] = self._best_group(*key)
-        return self._groups[key]
-
-    def _best_group(self, names: tuple[str, ...], devices: int) -> Group | None:
         groups = [
             Group(job, self.device, tuple(roles), self._generator(job, roles))
             for job, roles in self._layouts(names, devices)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import socket
 import sys
 import time
@@ -251,8 +252,7 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 def run_folders(folder: str | Path) -> list[Path]:
     """The folders of the runs in a folder and its subfolders, the newest first. Reads no file."""
-    folders = _search(Path(folder), _DEPTH) if Path(folder).is_dir() else ()
-    return sorted(folders, key=_last_write, reverse=True)
+    return sorted(_search(Path(folder)) if Path(folder).is_dir() else (), key=_last_write, reverse=True)
 
 
 def _last_write(folder: Path) -> float:
@@ -260,21 +260,17 @@ def _last_write(folder: Path) -> float:
     return max((path.stat().st_mtime for path in files if path.is_file()), default=time.time())
 
 
-def _search(folder: Path, depth: int) -> Iterator[Path]:
-    if (folder / "run.json").is_file() or (folder / "metrics.jsonl").is_file():
-        yield folder
-    for path in _entries(folder) if depth else ():
-        if path.is_dir() and not path.name.startswith((".", "global_step_")):
-            yield from _search(path, depth - 1)
+def _search(folder: Path) -> Iterator[Path]:
+    """The runs in a folder. One that may not be read is logged as a warning."""
 
+    def skip(error: OSError) -> None:
+        logger.warning("%s is not searched: %s", error.filename, error)
 
-def _entries(folder: Path) -> list[Path]:
-    """The entries of a folder; none, with a warning, if it may not be read."""
-    try:
-        return list(folder.iterdir())
-    except OSError as error:
-        logger.warning("%s is not searched: %s", folder, error)
-        return []
+    for path, folders, files in os.walk(folder, onerror=skip, followlinks=True):
+        if {"run.json", "metrics.jsonl"} & {*files}:
+            yield Path(path)
+        is_deepest = len(Path(path).relative_to(folder).parts) == _DEPTH
+        folders[:] = [name for name in folders if not (is_deepest or name.startswith((".", "global_step_")))]
 
 
 def differing_settings(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:

@@ -161,8 +161,9 @@ def _open_locked(path: Path) -> int:
             raise ValueError(f"{path} is not a regular file: expected the lock file of a run there; remove it")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_same_file(descriptor, path):
-                return descriptor
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    return descriptor
         except BlockingIOError:
             owner = os.read(descriptor, 1000).decode(errors="replace")
             os.close(descriptor)
@@ -176,10 +177,3 @@ def _open_locked(path: Path) -> int:
             logger.warning("%s is on a file system without locks: make sure that no other run uses it", path.parent)
             return descriptor
         os.close(descriptor)
-
-
-def _is_same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False

@@ -145,11 +145,8 @@ def _why_unused(spelled: str, value: Any, schema: type[Schema]) -> str:
     known = upstream_key(key, schema.upstream)
     if known is None:
         return "no counterpart"
-    return (
-        f"no effect here ({known.instead})"
-        if known.ignored
-        else f"off in the file, and not supported here ({known.instead})"
-    )
+    effect = "no effect here" if known.ignored else "off in the file, and not supported here"
+    return f"{effect} ({known.instead})"
 
 
 def _other_defaults(settings: Layer, schema: type[Schema]) -> list[str]:

@@ -73,11 +73,15 @@ def load_inputs(run: "Run", tokenizer: Any = None) -> Inputs:
     rewards = load_rewards(config, tokenizer) if run.reward is None else given_rewards(config, tokenizer, run.reward)
     train = as_dataset(config, tokenizer, train_dataset, config.data.train_max_samples, processor)
     val = as_dataset(config, tokenizer, run.val_dataset, config.data.val_max_samples, processor)
+    data, given = config.data, (tokenizer, processor)
     if train is None:
-        train = load_dataset(config.data, tokenizer, processor)
-    val = val if val is not None else load_val_dataset(config.data, tokenizer, processor)
-    collate = PromptCollator(tokenizer, config.data, processor)
-    return Inputs(model, tokenizer, train, val, rewards, collate, processor, load_sampler(config.data, train))
+        train = dataset_of_files(data, data.train_files, data.train_max_samples, *given)
+    if val is None and data.val_files:
+        files = [with_split(file, "test") for file in data.val_files]
+        # a validation is on all of its rows
+        val = dataset_of_files(data.model_copy(update={"max_bad_rows": 0}), files, data.val_max_samples, *given)
+    collate = PromptCollator(tokenizer, data, processor)
+    return Inputs(model, tokenizer, train, val, rewards, collate, processor, load_sampler(data, train))
 
 
 def load_sft_inputs(
@@ -133,18 +137,6 @@ def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
 def dataset_class(data: schema.DataConfig | schema.SFTDataConfig, default: type[Dataset]) -> type[Dataset]:
     """The custom dataset class of `data.custom_cls`, or the default."""
     return load_dataset_class(data.custom_cls.path, data.custom_cls.name) if data.custom_cls.path else default
-
-
-def load_dataset(data: schema.DataConfig, tokenizer: Any, processor: Any = None) -> Dataset:
-    """The training prompts."""
-    return dataset_of_files(data, data.train_files, data.train_max_samples, tokenizer, processor)
-
-
-def load_val_dataset(data: schema.DataConfig, tokenizer: Any, processor: Any = None) -> Dataset | None:
-    """The validation prompts; None without `data.val_files`."""
-    files = [with_split(file, "test") for file in data.val_files]
-    data = data.model_copy(update={"max_bad_rows": 0})  # a validation is on all of its rows
-    return dataset_of_files(data, files, data.val_max_samples, tokenizer, processor) if files else None
 
 
 def dataset_of_files(

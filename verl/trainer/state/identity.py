@@ -6,7 +6,6 @@ configuration. A change that makes it another experiment is refused with a list 
 """
 
 import hashlib
-import importlib.metadata
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from verl.engines.traits import built_in_strategies
 from verl.registry import did_you_mean
 from verl.rollout.traits import built_in_engines
 from verl.utils.data_names import SUFFIXES, DataName
+from verl.utils.packages import version_of
 from verl.utils.redaction import digest, digests, redact, redacted
 
 logger = logging.getLogger("verl.trainer")
@@ -57,8 +57,7 @@ _TUNED = (
 #: settings whose changes are not logged
 _FREE = (
     *("trainer.resume_mode", "trainer.resume_from_path", "trainer.total_training_steps", "trainer.total_epochs"),
-    *("trainer.logger", "trainer.save_at_end", "trainer.allow_change"),
-    "trainer.val_only",
+    *("trainer.logger", "trainer.save_at_end", "trainer.allow_change", "trainer.val_only"),
 )
 #: what `trainer.allow_change` names beside settings
 GROUPS = ("model", "data", "reward", "code")
@@ -82,7 +81,8 @@ class Identity:
             files = self._files()
             self._state = {group: [fingerprint(path) for path in files[group]] for group in GROUPS}
             self._state["data"] += [[name, 0, 0, digest] for name, digest in self._data_digests().items() if digest]
-            self._state["packages"] = _versions()
+            versions = {name: version_of(name) for name in _PACKAGES}
+            self._state["packages"] = {name: version for name, version in versions.items() if version is not None}
             self._state["variables"] = digests(self._values)
         return self._state
 
@@ -218,21 +218,10 @@ def _data_files(path: Path) -> list[Path]:
         return [path]
     folder = Path(DataName.parse(path).path)
     files = [file for file in folder.rglob("*") if file.suffix.lower() in (*SUFFIXES, ".arrow") and file.is_file()]
-    names = {file: file.relative_to(folder) for file in files}
-    is_cache = {file: any(part.startswith((".", "cache-")) for part in name.parts) for file, name in names.items()}
-    return sorted(file for file in files if not is_cache[file])
+    cached = {f for f in files if any(part.startswith((".", "cache-")) for part in f.relative_to(folder).parts)}
+    return sorted({*files} - cached)
 
 
 def _texts(value: Any) -> list[str]:
     values = value if isinstance(value, list | tuple) else [value]
     return [each for each in values if isinstance(each, str) and each and len(each) < 1000]
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
