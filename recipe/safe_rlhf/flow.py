@@ -19,7 +19,6 @@ import torch
 from verl.dataflow import DataFlow, Operator, Stateful
 from verl.protocol import DataProto
 from verl.recipe.safe_rlhf.config import SafeRLHFConfig
-from verl.rewards.responses import reward_tensor
 from verl.trainer.ppo.flow import estimator_columns
 from verl.trainer.ppo.operators import SEQUENCES, Roles, Update, advantage, infer
 
@@ -33,7 +32,10 @@ def cost_of_function(batch: DataProto) -> dict[str, torch.Tensor]:
             "safe_rlhf needs the cost of every response: return {'score': ..., 'cost': ...} from the reward function, "
             "or set safe_rlhf.cost_model.enable=true"
         )
-    return {"token_level_costs": reward_tensor(batch, batch.column("reward_cost").astype(np.float32))}
+    mask = batch.batch["response_mask"]
+    last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)
+    costs = torch.tensor(batch.column("reward_cost").astype(np.float32))
+    return {"token_level_costs": torch.zeros(mask.shape).scatter(1, last[:, None], costs[:, None])}
 
 
 def cost_of_model(roles: Roles) -> Callable[[DataProto], dict[str, torch.Tensor]]:

@@ -73,13 +73,13 @@ def load_inputs(run: "Run", tokenizer: Any = None) -> Inputs:
     rewards = load_rewards(config, tokenizer) if run.reward is None else given_rewards(config, tokenizer, run.reward)
     train = as_dataset(config, tokenizer, train_dataset, config.data.train_max_samples, processor)
     val = as_dataset(config, tokenizer, run.val_dataset, config.data.val_max_samples, processor)
-    data, given = config.data, (tokenizer, processor)
+    data, readers = config.data, (tokenizer, processor)
     if train is None:
-        train = dataset_of_files(data, data.train_files, data.train_max_samples, *given)
+        train = dataset_of_files(data, data.train_files, data.train_max_samples, *readers)
     if val is None and data.val_files:
         files = [with_split(file, "test") for file in data.val_files]
         # a validation is on all of its rows
-        val = dataset_of_files(data.model_copy(update={"max_bad_rows": 0}), files, data.val_max_samples, *given)
+        val = dataset_of_files(data.model_copy(update={"max_bad_rows": 0}), files, data.val_max_samples, *readers)
     collate = PromptCollator(tokenizer, data, processor)
     return Inputs(model, tokenizer, train, val, rewards, collate, processor, load_sampler(data, train))
 
