@@ -95,14 +95,10 @@ class Reader:
         known = []
         for key, setting in named:
             removed_section = setting.value == REMOVED and key in sections_of(self.schema)
+            has_field = self._field_of(key) or key in self.schema.aliases.computed
             if ignored_key(key, self.schema.upstream, has_field=self._field_of(key) is not None):
                 self._ignored[key] = setting
-            elif (
-                removed_section
-                or self._field_of(key)
-                or key in self.schema.aliases.computed
-                or upstream_key(key, self.schema.upstream)
-            ):
+            elif removed_section or has_field or upstream_key(key, self.schema.upstream):
                 known.append((key, setting))
             elif setting.added and (free_key := self._free_setting(key)) and not self._name_of_another(key):
                 known.append((free_key, setting))
