@@ -25,10 +25,11 @@ from verl.recipe.dpo.worker import (
 from verl.registry import did_you_mean
 from verl.single_controller import WorkerSpec
 from verl.trainer.checks.preflight import Recipe
+from verl.trainer.ppo.operators import SEQUENCES
+from verl.trainer.ppo.operators import sequence_columns as model_columns
 from verl.trainer.sft import SFTTrainer
 from verl.trainer.startup.inputs import Inputs
 
-SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses")
 COLUMNS = ("prompts", *SEQUENCES, "response_mask", "label", "margin", "pair_weight")
 
 #: keys of `data` of SFT that preferences do not have
@@ -125,7 +126,7 @@ class PreferenceTrainer(SFTTrainer):
 
     def compute_ref(self, batch: DataProto) -> DataProto:
         """Column ref_log_prob."""
-        return self.roles[self.reference].compute_ref_log_prob(_model_inputs(batch))
+        return self.roles[self.reference].compute_ref_log_prob(model_columns(batch, ("response_mask",)))
 
     def validate(self) -> dict[str, float]:
         """val/loss, and the metrics of the loss, of the validation preferences."""
@@ -142,7 +143,7 @@ class PreferenceTrainer(SFTTrainer):
                 batch = with_mismatched(batch)
             if self.reference is not None:
                 batch = batch.union(self.compute_ref(batch))
-            (values,) = self.roles["actor"].compute_outputs(_model_inputs(batch)).tensors.values()
+            (values,) = self.roles["actor"].compute_outputs(model_columns(batch, ("response_mask",))).tensors.values()
             columns.append(sequence_columns(values, batch.tensors))
         joined = {name: torch.cat([each[name] for each in columns]) for name in columns[0]}
         return {f"val/{name}": value for name, value in self.evaluate(joined).items()}
@@ -156,11 +157,6 @@ class PreferenceTrainer(SFTTrainer):
         value, metrics = self.loss(rows, count_preferences(self.loss, rows), kl)
         means = {name: float(total) / float(count) for name, (total, count) in metrics.items() if count}
         return {"loss": value.item(), **means}
-
-
-def _model_inputs(batch: DataProto) -> DataProto:
-    media = [name for name in ("multi_modal_inputs",) if name in batch]
-    return batch.select([*SEQUENCES, "response_mask"], media, [])
 
 
 class OfflineDPOTrainer(PreferenceTrainer):

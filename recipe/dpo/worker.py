@@ -44,11 +44,8 @@ def sequence_columns(values: torch.Tensor, rows: Tensors) -> Tensors:
 
 
 def with_mismatched(batch: DataProto) -> DataProto:
-    """A batch in which each row is followed by its prompt with the response of the next row, for the KL of KTO.
-
-    Raises:
-        ValueError: rows with positions of several axes, as of images, which depend on the prompt.
-    """
+    """A batch in which each row is followed by its prompt with the response of the next row, for the KL of KTO. Raises
+    ValueError for rows with positions of several axes, as of images, which depend on the prompt."""
     tensors, size = batch.tensors, len(batch)
     if tensors["position_ids"].dim() > 2:
         raise ValueError("a loss with a KL estimate (kto) is not supported for prompts with images: use another one")
@@ -86,12 +83,9 @@ def update_on_preferences(
     output: str = "log_probs",
     temperature: float = 1.0,
 ) -> dict[str, Any]:
-    """One optimizer step on this rank's rows of a mini-batch. Returns its metrics.
-
-    Args:
-        mini: rows 2i and 2i + 1 are a pair; or with a KL estimate, a labeled response and a mismatched one.
-        output: what the loss reads of the model: log_probs, or values of a reward model.
-    """
+    """One optimizer step on this rank's rows of a mini-batch: rows 2i and 2i + 1 are a pair; or with a KL estimate, a
+    labeled response and a mismatched one. Returns its metrics. output: what the loss reads: log_probs, or values of a
+    reward model."""
     values = engine.infer(mini, (output,), micro, temperature=temperature)[output]
     rows, kl = sequence_columns(values, mini.tensors), 0.0
     extra = {}
@@ -106,17 +100,12 @@ def update_on_preferences(
     value, metrics = loss(rows, count, kl)
     (weights,) = torch.autograd.grad(value, rows["log_prob"])
     metrics = {**metrics, **extra, "loss": (value.detach() * count, count_preferences(loss, rows))}
-    step = engine.train_batch(mini.replace(sequence_weight=weights), _weighted_sum(output), micro, temperature)
-    return {**metrics, **step}
 
-
-def _weighted_sum(output: str) -> Objective:
-    """Sum over responses of sequence_weight * output: its gradient is that of the loss that the weights come from."""
-
-    def weighted(outputs: Tensors, rows: Tensors) -> tuple[torch.Tensor, dict[str, Any]]:
+    def weighted_sum(outputs: Tensors, rows: Tensors) -> tuple[torch.Tensor, dict[str, Any]]:  # with the same gradient
         return (rows["sequence_weight"] * sequence_log_prob(outputs[output], rows["response_mask"])).sum(), {}
 
-    return Objective(weighted, (output,))
+    objective = Objective(weighted_sum, (output,))
+    return metrics | engine.train_batch(mini.replace(sequence_weight=weights), objective, micro, temperature)
 
 
 # ---- workers --------------------------------------------------------------------------------------------------------
@@ -141,13 +130,8 @@ class DPOActorWorker(ActorWorker):
 
 
 class PreferenceWorker(EngineWorker):
-    """A model of an offline run.
-
-    Args:
-        loss: None: the reference model, which is not trained.
-        is_reward_model: a sequence classifier that learns scores, instead of a policy.
-        pad_token_id: written to the configuration of a reward model, which needs it to read padded rows.
-    """
+    """A model of an offline run. loss: None for the reference model, which is not trained. is_reward_model: a sequence
+    classifier that learns scores, whose configuration gets pad_token_id to read padded rows."""
 
     def __init__(
         self,

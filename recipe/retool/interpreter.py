@@ -33,12 +33,9 @@ def printing(code: str) -> str:
         case [*_, ast.Expr(ast.Call(ast.Name("print")))]:
             return code
         case [*before, ast.Expr() as last]:
-            return "\n".join(ast.unparse(node) for node in (*before, _printed(last)))
+            printed = ast.Expr(ast.Call(ast.Name("print", ast.Load()), [last.value], []))
+            return "\n".join(ast.unparse(node) for node in (*before, printed))
     return code
-
-
-def _printed(last: ast.Expr) -> ast.Expr:
-    return ast.Expr(ast.Call(ast.Name("print", ast.Load()), [last.value], []))
 
 
 def compute_score(

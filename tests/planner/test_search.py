@@ -34,7 +34,7 @@ class TableSearch(Search):
         super().__init__(job, H200)
         self._random, self._values, self._missing = random.Random(seed), values, missing
 
-    def _best_group(self, names: tuple[str, ...], devices: int) -> Group | None:
+    def group(self, names: tuple[str, ...], devices: int) -> Group | None:
         if self._random.random() < self._missing:
             return None
         roles = tuple(self.job.role(name).on(devices) for name in names)

@@ -12,11 +12,7 @@ from verl.utils.paths import expanded, resolved
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """`replacing`, for a file whose command can be run again.
-
-    Raises:
-        DiskFullError: if there is no space left.
-    """
+    """`replacing`, for a file whose command can be run again. Raises DiskFullError if there is no space left."""
     advice = "Free some space and run the same command again"
     with raise_disk_full(path.name, path.parent, advice), replacing(path) as draft:
         yield draft

@@ -68,11 +68,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 class ShardReader(FileSystemReader):
-    """Reads the files of a folder, the metadata once.
-
-    Raises:
-        pickle.UnpicklingError: the metadata contain classes other than those of torch.
-    """
+    """Reads the files of a folder, the metadata once. Raises UnpicklingError if these contain classes other than those
+    of torch."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)

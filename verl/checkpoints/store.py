@@ -106,11 +106,8 @@ def saved_step(folder: Path) -> int:
 
 
 def verify(folder: str | Path) -> Path:
-    """Verify the sizes and checksums of all files of a checkpoint, and return its folder.
-
-    Raises:
-        CheckpointError: if a file is missing or damaged.
-    """
+    """Verify the sizes and checksums of all files of a checkpoint, and return its folder. Raises CheckpointError if a
+    file is missing or damaged."""
     saved = _read(Path(folder))
     fault = saved.size_fault() or next(content_faults(saved.folder, saved.files), None)
     if fault is not None:
@@ -121,19 +118,11 @@ def verify(folder: str | Path) -> Path:
 class CheckpointStore:
     """The checkpoints of one run. One process calls `writing`; all ranks may write into the folder it yields."""
 
-    def __init__(
-        self,
-        root: str | Path,
-        keep: int | None = None,
-    ):
-        """Configure the store; nothing is written yet.
-
-        Args:
-            root: their folder.
-            keep: number of newest checkpoints to keep; None: all. Includes checkpoints from before a resume.
-        """
+    def __init__(self, root: str | Path, keep: int | None = None):
+        """keep: number of newest checkpoints in the folder `root` to keep, with those from before a resume; None:
+        all."""
         self.root = Path(root)
-        self.keep = _check_keep("keep", keep)
+        self.keep = _check_keep(keep)
         self._size: int | None = None  # bytes of the newest checkpoint
         self._warned_of_space = False
 
@@ -211,16 +200,9 @@ class CheckpointStore:
         return max((saved.serial for saved in self._scan()[0]), default=0)
 
     def latest(self, after: int = 0) -> Path | None:
-        """Return the newest checkpoint that passes verification; None if there are no checkpoints.
-
-        A damaged checkpoint is logged as an error, and the previous one is used.
-
-        Args:
-            after: only checkpoints with a larger serial number.
-
-        Raises:
-            CheckpointError: if there are checkpoints, but none is usable. The run does not start from scratch silently.
-        """
+        """Return the newest checkpoint that passes verification, with a serial number above `after`; None if there are
+        no checkpoints. A damaged one is logged as an error, and the previous one is used. Raises CheckpointError if
+        there are checkpoints, but none is usable: the run does not start from scratch silently."""
         self._restore_replaced()
         checkpoints, unusable = self._scan()
         for error in unusable:
@@ -271,11 +253,7 @@ class CheckpointStore:
 
     def mark_best(self, record: Mapping[str, Any]) -> None:
         """Make the checkpoint of `record["step"]` the best one: it is not deleted, and the link `best` leads to it.
-
-        Args:
-            record: plain values. With a true `saved_as_best`, the checkpoint was not due otherwise; it is deleted when
-                another one becomes the best.
-        """
+        With a true `saved_as_best`, it was not due otherwise, and is deleted when another one becomes the best."""
         previous, step = self.best(), record["step"]
         _write_atomically(self.root / BEST, json.dumps(dict(record), indent=1) + "\n")
         self._link_best(step)
@@ -299,23 +277,14 @@ class CheckpointStore:
             logger.warning("no link %s: %s; %s names the best checkpoint", link, error, BEST)
 
     def prune(self, keep: int) -> None:
-        """Delete checkpoints older than the newest `keep`, except the best. One that cannot be deleted is logged."""
-        for saved in self._surplus(self._scan()[0], _check_keep("keep", keep)):
-            with _deleting(saved.folder):
-                self._discard(saved.folder)
-
-    def _surplus(self, checkpoints: list[_Saved], keep: int) -> list[_Saved]:
-        """Return the checkpoints beyond the `keep` newest intact ones.
-
-        The newest that can be resumed from and the best are not among them.
-        """
+        """Delete checkpoints older than the `keep` newest intact ones, except the best; log one that remains."""
+        checkpoints, best = self._scan()[0], self.best()
         intact = [saved for saved in checkpoints if saved.size_fault() is None]
-        if len(intact) <= keep:
-            return []
-        best = self.best()
         kept = {self.newest(), self.path(best["step"]) if best else None}
-        oldest = intact[keep - 1].serial
-        return [saved for saved in checkpoints if saved.serial < oldest and saved.folder not in kept]
+        for saved in checkpoints if len(intact) > _check_keep(keep) else ():
+            if saved.serial < intact[keep - 1].serial and saved.folder not in kept:
+                with _deleting(saved.folder):
+                    self._discard(saved.folder)
 
     def _scan(self) -> tuple[list[_Saved], list[str]]:
         """Return all checkpoints with a readable manifest, newest first, and the errors of the others."""
@@ -402,9 +371,9 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _check_keep(name: str, keep: int | None) -> int | None:
+def _check_keep(keep: int | None) -> int | None:
     if keep is not None and keep < 1:
-        raise ValueError(f"{name}: expected at least 1, or null to keep all, found {keep}")
+        raise ValueError(f"keep: expected at least 1, or null to keep all, found {keep}")
     return keep
 
 
@@ -413,14 +382,11 @@ def _seal(folder: Path, serial: int) -> None:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     if not paths:
         raise CheckpointError(f"nothing was written into the checkpoint {folder.name.removeprefix(_WRITING)}")
-    digests = _map_files(_fsync_and_sha256, paths)
+    _map_files(fsync, [path for path in folder.rglob("*") if path.exists()])
     files = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(paths, digests)
+        for path, digest in zip(paths, _map_files(_sha256, paths))
     }
-    for path in folder.rglob("*"):
-        if path.is_dir():
-            fsync(path)
     _write_atomically(folder / MANIFEST, make_manifest(serial, files))
 
 
@@ -454,15 +420,13 @@ def _map_files(function: Callable[[Path], Any], paths: list[Path]) -> list[Any]:
         return list(pool.map(function, paths))
 
 
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _sha256_or_error(path: Path) -> str | OSError:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return _sha256(path)
     except OSError as error:
         return error
-
-
-def _fsync_and_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -121,11 +121,8 @@ def merged(source: Path) -> Iterator[Path]:
 
 
 def _create_repo(repo: str, private: bool) -> str:
-    """Create the repository if it does not exist. Returns OWNER/NAME.
-
-    Raises:
-        ValueError: the repository is public, and --private is set.
-    """
+    """Create the repository if it does not exist. Returns OWNER/NAME. Raises ValueError if it is public, and --private
+    is set."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -164,9 +161,7 @@ def _upload(repo: str, files: list[Path], card: str) -> str:
 
 def model_card(repo: str, record: "RecordedRun | None", step: int | None) -> str:
     """The README of a model: metadata of the Hub, figures up to `step`, data, settings without secrets, and use.
-
-    Absolute paths are cut to their last part.
-    """
+    Absolute paths are cut to their last part."""
     from huggingface_hub import ModelCardData
 
     metadata = ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=["verl"])

@@ -75,11 +75,8 @@ class Trial:
 
 
 def read_sweep(file: Path, overrides: Sequence[str]) -> tuple[list[Trial], str | None]:
-    """The trials of a sweep, whose settings are checked, and its metric.
-
-    Raises:
-        ValueError: something is wrong with these, or the folder has trials with other common settings.
-    """
+    """The trials of a sweep, whose settings are checked, and its metric. Raises ValueError if something is wrong with
+    these, or the folder has trials with other common settings."""
     from verl.cli.config import SCHEMAS
     from verl.cli.programs import PROGRAMS
     from verl.config import load_config

@@ -31,16 +31,9 @@ _CPU_RANKS = 8  # processes on a CPU with fewer cores
 
 @dataclass(frozen=True)
 class ServedEngine:
-    """The engine, and the settings from which each rank makes its own.
-
-    Args:
-        config: the `rollout` section; its `tensor_model_parallel_size` ranks hold the model together.
-        model: the `model` section.
-        device: auto, cpu or cuda.
-        pad_token_id: for engines that pad.
-        imports: files and modules that the other ranks import first.
-        port: a free port, on which rank 0 listens for the others.
-    """
+    """The engine, and the settings from which each rank makes its own. The `tensor_model_parallel_size` ranks of the
+    section `rollout` hold the model together. imports: what the other ranks import first. port: a free one, on which
+    rank 0 listens."""
 
     config: schema.RolloutEngineConfig
     model: schema.ModelConfig
@@ -64,11 +57,8 @@ class ServedEngine:
 
     @contextmanager
     def serving(self) -> Iterator[RolloutEngine]:
-        """Context in which the engine can generate.
-
-        Raises:
-            ValueError: too few GPUs, or an engine or a model that does not support this size.
-        """
+        """Context in which the engine can generate. Raises ValueError for too few GPUs, or an engine or a model that
+        does not support this size."""
         if self.size > 1:
             _check_devices(self.device, self.size)
         if self.size == 1 or engine_traits(self.config.name).own_process:
@@ -112,12 +102,8 @@ def _check_devices(device: str, size: int) -> None:
 
 
 class _Followers:
-    """The processes of the other ranks. This process ends with an error if one of them fails.
-
-    Attributes:
-        has_made: whether rank 0 has made its engine. Until then, an error of rank 0 itself takes precedence.
-        ending: set when the ranks are about to end.
-    """
+    """The processes of the other ranks. This process ends with an error if one of them fails; until it has made its own
+    engine (has_made), its own error takes precedence. ending: set when the ranks are about to end."""
 
     def __init__(self, served: ServedEngine):
         spec = WorkerSpec(FollowingRank, {"served": served}, tuple(served.imports))

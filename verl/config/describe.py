@@ -12,14 +12,9 @@ from verl.config.schema.ppo import Config
 
 
 def batch_summary(config: Config, *, critic: bool = True) -> str:
-    """A line such as "64 prompts x 8 samples = 512 responses per step; 2 updates of 256 responses; ...".
-
-    A batch and a mini-batch count PROMPTS over all ranks, and each prompt has `rollout.n` responses. A micro-batch
-    counts SEQUENCES (a prompt with one response) of one rank.
-
-    Args:
-        critic: whether a critic is trained; it is listed if its sizes differ from the actor's.
-    """
+    """A line such as "64 prompts x 8 samples = 512 responses per step; 2 updates of 256 responses; ...". A batch and a
+    mini-batch count PROMPTS over all ranks, a micro-batch SEQUENCES of one rank. critic: it is listed if its sizes
+    differ."""
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     line = [f"{_count(prompts, 'prompt')} x {_count(n, 'sample')} = {_count(prompts * n, 'response')} per step"]
     line.append(_describe_updates(config.actor_rollout_ref.actor, prompts, n))
@@ -77,10 +72,8 @@ def requirements_of(schema: type[Section]) -> dict[str, list[list[Condition]]]:
 
 
 def settings_without_effect(config: Schema) -> list[str]:
-    """Fields that were changed from their default and have no effect, each as "key: value has no effect with ...".
-
-    The fields that the selected estimator and loss do not read follow from their signatures (`unused_settings`).
-    """
+    """Fields that were changed from their default and have no effect, each as "key: value has no effect with ...";
+    those that the selected estimator and loss do not read follow from their signatures (`unused_settings`)."""
     flat, required = flatten(config.model_dump(), type(config)), requirements_of(type(config))
 
     def holds(condition: Condition) -> bool:

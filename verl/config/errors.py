@@ -61,11 +61,8 @@ def format_plain(value: object) -> str:
 
 
 def nearest_key(key: str, known: Iterable[str]) -> str | None:
-    """The known key that `key` is most likely a typo of, or None if no key is close.
-
-    A key with the same ending is preferred, then the most similar one. If several keys have the same ending
-    (train_batch_size, val_batch_size for batch_size), the first one in `known` is returned.
-    """
+    """The known key that `key` is most likely a typo of, or None if no key is close: one with the same ending (the
+    first of several, as train_batch_size for batch_size), otherwise the most similar one."""
     known = list(known)
     section, _, last = key.rpartition(".")
     ending = next((name for name in known if name.endswith("." + key)), None)

@@ -194,12 +194,8 @@ def _renamed(key: str, table: Mapping[str, str]) -> str:
 
 
 class Schema(Section):
-    """The root of a configuration. Fills the fields that have a `default_from`.
-
-    Attributes:
-        aliases: other names of its fields.
-        upstream: the section of upstream_keys.yaml that lists the keys of public verl that this schema does not have.
-    """
+    """The root of a configuration. Fills the fields that have a `default_from`. aliases: other names of its fields.
+    upstream: the section of upstream_keys.yaml with the keys of public verl that it does not have."""
 
     aliases: ClassVar[Aliases] = Aliases()
     upstream: ClassVar[str | None] = None
@@ -339,11 +335,8 @@ def _walk(schema: type[Section], prefix: str) -> Iterator[tuple[str, ConfigField
 
 
 def flatten(data: Mapping[Any, Any], schema: type[Section] | None = None, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings -> dotted keys.
-
-    A free mapping of `schema` stays one value; without a schema every mapping is flattened. An empty section ("data:"
-    with nothing below it, which YAML reads as null) is dropped.
-    """
+    """Nested mappings -> dotted keys. A free mapping of `schema` stays one value; without a schema every mapping is
+    flattened. An empty section ("data:" with nothing below it, which YAML reads as null) is dropped."""
     flat: dict[str, Any] = {}
     _flatten_into(flat, data, fields_of(schema) if schema else {}, sections_of(schema) if schema else set(), prefix)
     return flat

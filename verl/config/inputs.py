@@ -140,10 +140,8 @@ def check_model_path(key: str, path: str | None) -> Iterator[Problem]:
 
 
 def is_local(path: str) -> bool:
-    """Whether a model's name is a path, not a Hub id (`name` or `namespace/name`).
-
-    A name in a folder that exists is a path too: with a folder `outputs`, `outputs/modle` is not looked up on the Hub.
-    """
+    """Whether a model's name is a path, not a Hub id (`name` or `namespace/name`). So is a name in a folder that
+    exists: with a folder `outputs`, `outputs/modle` is not looked up on the Hub."""
     if path.startswith(("/", ".", "~")) or path.endswith("/") or path.count("/") > 1:
         return True
     above, slash, _ = path.partition("/")

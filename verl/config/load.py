@@ -70,12 +70,8 @@ def load_config(
 
 @dataclass(frozen=True)
 class Reading(Generic[T]):
-    """A configuration, and how it was read.
-
-    Attributes:
-        notes: (log level, text) of what may surprise, to be logged.
-        settings: dotted key -> its setting, for the place of a problem.
-    """
+    """A configuration, and how it was read: (log level, text) notes of what may surprise, to be logged, and the setting
+    of each dotted key, for the place of a problem."""
 
     config: T
     notes: list[tuple[int, str]]
@@ -131,10 +127,8 @@ def read_config(
 
 
 def with_overrides(config: T, overrides: Overrides) -> T:
-    """A copy of a configuration with other values, which are read and checked as by `load_config`.
-
-    Defaults that follow from a changed value change with it.
-    """
+    """A copy of a configuration with other values, which are read and checked as by `load_config`. Defaults that follow
+    from a changed value change with it."""
     return load_config(_settings_of(config), overrides, schema=type(config))
 
 
@@ -146,13 +140,8 @@ def _settings_of(config: Schema) -> dict[str, Any]:
 
 
 def load_section(name: str, values: Mapping[str, Any], schema: type[Schema] = Config) -> Any:
-    """Load one section of a configuration from a dictionary, such as `data` for a standalone dataset.
-
-    Keys that are null keep their default. Fields are not compared with those of other sections.
-
-    Raises:
-        ConfigError: unknown or unsupported keys, and values of a wrong type.
-    """
+    """Load one section of a configuration from a dictionary, such as `data` for a standalone dataset. Keys that are
+    null keep their default. Raises ConfigError for unknown or unsupported keys, and values of a wrong type."""
     layer = read_mapping({name: {key: value for key, value in values.items() if value is not None}}, "")
     reader = Reader(schema, [layer])
     settings = {key: setting.value for key, setting in reader.read().items()}
@@ -220,12 +209,8 @@ def apply_preset(settings: Mapping[str, Any], schema: type[Schema]) -> dict[str,
 
 
 def dump_config(config: Schema, *, everything: bool = False, redact: bool = False) -> str:
-    """YAML that loads to the same configuration.
-
-    Args:
-        everything: all fields, not only those that differ from their defaults.
-        redact: omit the values of environment variables, which may be secrets.
-    """
+    """YAML that loads to the same configuration. everything: also fields with their defaults. redact: omit the values
+    of environment variables, which may be secrets."""
     settings = to_flat_dict(config) if everything else _settings_of(config)
     settings = redacted(settings) if redact else settings
     return yaml.safe_dump(unflatten(settings), sort_keys=False, allow_unicode=True)

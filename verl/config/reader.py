@@ -14,7 +14,7 @@ from omegaconf.resolvers import oc
 from verl.config.errors import Problem, format_value, nearest_key
 from verl.config.fields import ConfigField, Schema, fields_of, flatten, sections_of, unflatten
 from verl.config.public.aliases import NULL_IS_DEFAULT
-from verl.config.public.upstream import UpstreamKey, ignored_key, upstream_key
+from verl.config.public.upstream import ignored_key, upstream_key
 from verl.config.sources import REMOVED, Layer, Setting, has_interpolation
 from verl.utils.redaction import remember_expression, remember_variable
 
@@ -50,13 +50,8 @@ with warnings.catch_warnings():  # OmegaConf 2.4 renames this function to one th
 
 
 class Reader:
-    """Reads layers for one schema; later layers win.
-
-    Attributes:
-        problems: what is wrong with the settings; filled by `read`.
-        notes: warnings; filled by `read`.
-        source_of: key -> index of the layer that sets it; filled by `read`.
-    """
+    """Reads layers for one schema; later layers win. `read` fills problems, notes (warnings), and source_of: key ->
+    index of the layer that sets it."""
 
     def __init__(self, schema: type[Schema], layers: list[Layer]):
         self.schema = schema
@@ -100,9 +95,10 @@ class Reader:
         known = []
         for key, setting in named:
             removed_section = setting.value == REMOVED and key in sections_of(self.schema)
+            has_field = self._field_of(key) or key in self.schema.aliases.computed
             if ignored_key(key, self.schema.upstream, has_field=self._field_of(key) is not None):
                 self._ignored[key] = setting
-            elif removed_section or self._field_of(key) or key in self.schema.aliases.computed or self._upstream(key):
+            elif removed_section or has_field or upstream_key(key, self.schema.upstream):
                 known.append((key, setting))
             elif setting.added and (free_key := self._free_setting(key)) and not self._name_of_another(key):
                 known.append((free_key, setting))
@@ -141,9 +137,6 @@ class Reader:
         section, _, name = key.rpartition(".")
         free = _FREE_SETTINGS.get(section)
         return f"{free}.{name}" if free in fields_of(self.schema) else None
-
-    def _upstream(self, key: str) -> UpstreamKey | None:
-        return upstream_key(key, self.schema.upstream)
 
     def _without_empty(self, layer: Layer) -> Layer:
         """Drop empty sections, and OmegaConf's '???' for a value that is not set."""
@@ -226,10 +219,8 @@ class Reader:
     # ------------------------------------------------------------------------------------------------ interpolations
 
     def _resolver(self, layers: list[Named]) -> Callable[[Setting], Setting | None]:
-        """A function that resolves references to any key, by its name or an alias, or to its default.
-
-        It returns None, and adds a problem, if a reference cannot be resolved.
-        """
+        """A function that resolves references to any key, by its name or an alias, or to its default. It returns None,
+        and adds a problem, if a reference cannot be resolved."""
         ignored = list(self._ignored.items())
         if not any(has_interpolation(setting.value) for layer in [ignored, *layers] for _, setting in layer):
             return lambda setting: setting
@@ -277,7 +268,7 @@ class Reader:
             return True
         values = flatten({key: setting.value}) if isinstance(setting.value, Mapping) else {key: setting.value}
         for name, value in values.items():
-            known = self._upstream(name)
+            known = upstream_key(name, self.schema.upstream)
             if not known.accepts(value):
                 accepted = ", ".join(map(format_value, known.accepted))
                 message = f"{format_value(value)} is not supported: {known.instead} (accepted: {accepted})"
@@ -333,10 +324,8 @@ class Reader:
 
 
 def ignored_notes(ignored: Layer, schema: str | None) -> list[str]:
-    """Return one note that lists the keys without effect whose value is not public verl's default.
-
-    More than three keys of one section are listed as the section and their number, and so are all `_target_` keys.
-    """
+    """Return one note that lists the keys without effect whose value is not public verl's default. More than three keys
+    of one section are listed as the section and their number, and so are all `_target_` keys."""
     names: dict[str, list[str]] = {}
     for key, setting in ignored.items():
         entry = ignored_key(key, schema, has_field=False)

@@ -30,10 +30,8 @@ REMOVED = "<removed>"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with other scalars: 1e-6 is a float; 010, 0x10, 1:30 and dates are strings. Duplicate keys are errors.
-
-    A string that holds a decimal number is converted by a numeric field, so 010 is 10.
-    """
+    """YAML 1.1 with other scalars: 1e-6 is a float; 010, 0x10, 1:30 and dates are strings, which a numeric field
+    converts, so 010 is 10. Duplicate keys are errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
@@ -57,12 +55,8 @@ for _tag, _pattern in _NUMBERS.items():
 
 
 def _read(text: str) -> Any:
-    """The value of a YAML document. Interpolations are checked for their syntax and not resolved.
-
-    Raises:
-        yaml.YAMLError: the text is not valid, or an anchor contains itself.
-        OmegaConfBaseException: an interpolation is not valid.
-    """
+    """The value of a YAML document. Interpolations are checked for their syntax and not resolved. Raises YAMLError if
+    the text is not valid, or an anchor contains itself, OmegaConfBaseException for an invalid interpolation."""
     try:
         value = yaml.load(text, _Loader)
         _check_size(value)
@@ -240,9 +234,8 @@ def _repeated(values_of: Mapping[str, Sequence[Any]]) -> list[str]:
         for key, values in values_of.items()
         if len(values) > 2 and any(value != values[-1] for value in values[1:])
     ]
-    return (
-        [f"overrides that are given several times; the last value is used: {'; '.join(repeated)}"] if repeated else []
-    )
+    note = f"overrides that are given several times; the last value is used: {'; '.join(repeated)}"
+    return [note] if repeated else []
 
 
 def has_interpolation(value: Any) -> bool:

@@ -28,11 +28,8 @@ class BadRowsError(ValueError):
 
 
 def parse_json(text: str, location: str, expected: str) -> Any:
-    """Parse the JSON of a row or of a file.
-
-    Raises:
-        ValueError: invalid JSON, an object with a key twice, a number that is too long, or values nested too deeply.
-    """
+    """Parse the JSON of a row or of a file. Raises ValueError for invalid JSON, an object with a key twice, a number
+    that is too long, or values nested too deeply."""
     try:
         return json.loads(text, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
@@ -70,20 +67,8 @@ def check_values(row: Mapping[str, Any], location: str) -> None:
 def usable_rows(
     rows: Any, indices: Collection[int], check: Callable[[Mapping[str, Any], int], Any], limit: int
 ) -> tuple[Sequence[int], dict[int, str]]:
-    """Check rows, and drop bad ones.
-
-    Args:
-        rows: rows with `location(index)`.
-        indices: of the rows to check.
-        check: (row, index) -> anything; raises ValueError for a bad row.
-        limit: number of bad rows that are allowed.
-
-    Returns:
-        The indices of the rows to use, and the reason for each bad row.
-
-    Raises:
-        BadRowsError: there are more bad rows than allowed.
-    """
+    """Check rows at `indices`, and drop bad ones, those for which check(row, index) raises ValueError. Returns the
+    indices of the rows to use, and the reason for each bad row. Raises BadRowsError if there are more than `limit`."""
     kept, bad = array.array("q"), {}
     for index in indices:
         try:

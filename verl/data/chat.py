@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from verl.data.messages import Chat, Message, trained_turns
@@ -126,11 +125,8 @@ class DialogueReader:
         self.same = self.same and reader.special_tokens_map == policy.special_tokens_map
 
     def __call__(self, batch: DataProto) -> list[list[int]]:
-        """Token ids of the B dialogues of a batch.
-
-        Args:
-            batch: has input_ids and attention_mask (B, P+T), responses (B, T), and raw_prompt if the tokenizers differ.
-        """
+        """Token ids of the B dialogues of a batch. Reads input_ids and attention_mask (B, P+T), responses (B, T), and
+        raw_prompt if the tokenizers differ."""
         ids, attended = batch.column("input_ids"), batch.column("attention_mask").bool()
         if self.same:
             return _unpadded(ids, attended)
@@ -141,9 +137,7 @@ class DialogueReader:
             )
         width = batch.column("responses").shape[1]
         responses = decode_all(self.policy, _unpadded(ids[:, -width:], attended[:, -width:]))
-        return self._encode(batch.column("raw_prompt"), responses)
-
-    def _encode(self, prompts: np.ndarray, responses: Sequence[str]) -> list[list[int]]:
+        prompts = batch.column("raw_prompt")
         if self.reader.chat_template is None:
             texts = [_text(prompt) + response for prompt, response in zip(prompts, responses)]
             return encode(self.reader, texts, add_special_tokens=True)

@@ -19,12 +19,9 @@ from verl.protocol import DataProto
 
 
 class PromptCollator:
-    """`collate_prompts`, also for items without token ids: their `raw_prompt`, messages or text, is tokenized.
-
-    Args:
-        data: the section with prompt_format, max_prompt_length, truncation and apply_chat_template_kwargs.
-        processor: the processor of a vision-language model, for messages with images or videos.
-    """
+    """`collate_prompts`, also for items without token ids: their `raw_prompt`, messages or text, is tokenized. data:
+    the section with prompt_format, max_prompt_length, truncation and apply_chat_template_kwargs. processor: for images
+    or videos."""
 
     def __init__(self, tokenizer: Any, data: schema.DataConfig, processor: Any = None):
         self.tokenizer, self.data = tokenizer, data
@@ -165,10 +162,8 @@ def _as_list(ids: Sequence[int] | np.ndarray | Tensor) -> list[int]:
 
 
 def collate_fn(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Items of one form -> a dict of columns: tensors are stacked, other values become object arrays.
-
-    The default collate function of public verl, for programs that call it. The trainers use `PromptCollator`.
-    """
+    """Items of one form -> a dict of columns: tensors are stacked, other values become object arrays. The default
+    collate function of public verl, for programs that call it; the trainers use `PromptCollator`."""
     columns: dict[str, Any] = {}
     for key in items[0]:
         values = [item[key] for item in items]

@@ -27,13 +27,9 @@ _PURPOSES = {
 
 
 def find_columns(rows: Rows, config: schema.DataConfig) -> schema.DataConfig:
-    """The section with the usual names of `verl.data.forms`, where rows have these columns and not the default ones.
-
-    A column that the user has set is not replaced. What was used is logged.
-
-    Raises:
-        ValueError: the rows lack a column that the settings name: prompt, media, ground truth or reward key.
-    """
+    """The section with the usual names of `verl.data.forms`, which are logged, where rows have these columns and not
+    the default ones; a column that the user has set is not replaced. Raises ValueError if the rows lack a column that
+    the settings name: prompt, media, ground truth or reward key."""
     columns = {"prompt_key": find_column(rows.columns, PROMPTS, config.prompt_key)}
     if "reward_model" not in rows.columns:
         columns["ground_truth_key"] = find_column(rows.columns, TRUTHS, config.ground_truth_key)
@@ -50,10 +46,8 @@ def find_columns(rows: Rows, config: schema.DataConfig) -> schema.DataConfig:
 
 
 def reward_columns(rows: Rows, prompt_key: str, media: Sequence[str] = ()) -> list[str]:
-    """The columns that reward functions receive in `extra_info`: all, except those with a place of their own.
-
-    media: columns with images and videos, which are read.
-    """
+    """The columns that reward functions receive in `extra_info`: all, except those with a place of their own. media:
+    columns with images and videos, which are read."""
     read = {*media, prompt_key, "data_source", "reward_model", *EXTRA_INFO}
     return [name for name in rows.columns if name not in read]
 

@@ -36,11 +36,8 @@ DatasetConfig = Section | Mapping[str, Any] | None
 
 
 class TokenizedDataset(Dataset):
-    """A dataset that reads files or rows, checks and tokenizes them.
-
-    Attributes:
-        bad_rows: rows that were dropped (`data.max_bad_rows`), and the reason of each.
-    """
+    """A dataset that reads files or rows, checks and tokenizes them. bad_rows: rows that were dropped
+    (`data.max_bad_rows`), and the reason of each."""
 
     bad_rows: Mapping[int, str] = {}
 
@@ -108,10 +105,8 @@ class TokenizedDataset(Dataset):
         return kept
 
     def _tokenized_rows(self, rows: Rows, count: int, only: Collection[int] | None) -> Iterator[tuple[int, Encoded]]:
-        """Check and tokenize the first `count` rows, or `only` some, in chunks; yields row numbers and token ids.
-
-        On a sample of the rows, and on those with an unknown token, it is checked that the tokenizer loses no text.
-        """
+        """Check and tokenize the first `count` rows, or `only` some, in chunks; yields row numbers and token ids. On a
+        sample of the rows, and on those with an unknown token, it is checked that the tokenizer loses no text."""
         stride, decoded = max(count // _ROUND_TRIPS, 1), rows_to_decode(count)
         unknown = self.tokenizer.unk_token_id
         remaining = itertools.islice(enumerate(rows), count) if only is None else ((i, rows[i]) for i in sorted(only))

@@ -101,10 +101,8 @@ class Rows(Sequence):
         return file.location(local)
 
     def to_table(self) -> pa.Table:
-        """All rows as an Arrow table; columns of parquet files keep their types.
-
-        Raises ValueError if a column of a JSON file has several types, or the files have different types.
-        """
+        """All rows as an Arrow table; columns of parquet files keep their types. Raises ValueError if a column of a
+        JSON file has several types, or the files have different types."""
         tables = [file.to_table().select(self.columns) for file in self.files]
         try:
             return pa.concat_tables(tables, promote_options="permissive")
@@ -187,38 +185,28 @@ def read_rows(files: str | Path | Sequence[str | Path]) -> Rows:
 
 
 def _open(path: Path) -> File:
-    is_file = _is_file(path)
-    is_mapped = path.suffix.lower() == ".parquet" and is_file and path.stat().st_size > MAPPED_BYTES
-    if is_file and not (is_mapped and is_installed("datasets")):
-        return open_file(path)
-    from verl.data.hub import map_parquet, open_dataset
+    """A data file, a folder or a dataset of the hub. Raises ValueError for none of these."""
+    if not os.path.isfile(path):
+        from verl.data.hub import open_dataset
 
-    return map_parquet(path) if is_file else open_dataset(path)
+        name = DataName.parse(path)
+        if not (name.is_folder or name.is_hub_name):
+            raise ValueError(f"{path}: expected a data file, found no such file")
+        return open_dataset(path)
+    if not is_data_file(path):
+        suffix = path.suffix or "no suffix"
+        raise ValueError(f"{path}: expected a file with the suffix {', '.join(SUFFIXES)}, found {suffix}")
+    if path.suffix.lower() == ".parquet" and path.stat().st_size > MAPPED_BYTES and is_installed("datasets"):
+        from verl.data.hub import map_parquet
 
-
-def _is_file(path: Path) -> bool:
-    """True for a data file, False for a folder or the name of a hub dataset. Raises ValueError for neither."""
-    if os.path.isfile(path):
-        if not is_data_file(path):
-            raise ValueError(
-                f"{path}: expected a file with the suffix {', '.join(SUFFIXES)}, found {path.suffix or 'no suffix'}"
-            )
-        return True
-    name = DataName.parse(path)
-    if not (name.is_folder or name.is_hub_name):
-        raise ValueError(f"{path}: expected a data file, found no such file")
-    return False
+        return map_parquet(path)
+    return open_file(path)
 
 
 def rows_in_memory(data: Any) -> Rows | None:
-    """Rows of a sequence of dicts. None for paths, and for everything else that `file_list` rejects.
-
-    A list is checked and copied: a key that a row does not have is None. Another sequence, such as a Hugging Face
-    dataset, is read row by row.
-
-    Raises:
-        ValueError: an item of a list is not a dict.
-    """
+    """Rows of a sequence of dicts; None for paths, and for everything else that `file_list` rejects. A list is checked
+    and copied (a missing key is None); another sequence, such as a Hugging Face dataset, is read row by row. Raises
+    ValueError if an item of a list is not a dict."""
     if isinstance(data, str | Path | Mapping) or not isinstance(data, Sized) or not len(data):
         return None
     if isinstance(data[0], str | Path):

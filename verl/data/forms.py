@@ -27,11 +27,8 @@ def find_column(columns: Sequence[str], names: Sequence[str], key: str) -> str:
 
 
 def as_messages(value: Any) -> Any:
-    """A chat as messages with role and content. Other values, and content with images, are returned as they are.
-
-    JSON text is parsed, `from` and `value` (ShareGPT) are renamed, text parts (OpenAI) are joined, and a list with one
-    chat (BFCL) is that chat.
-    """
+    """A chat as messages with role and content: JSON text is parsed, `from` and `value` (ShareGPT) are renamed, text
+    parts (OpenAI) are joined, and a list with one chat (BFCL) is that chat. Other values are returned as they are."""
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         try:
             decoded = json.loads(value)

@@ -41,15 +41,8 @@ class _Converted(Sequence):
 
 
 def open_dataset(entry: str | Path) -> RowTable:
-    """Load a hub dataset or a folder. The rows are memory-mapped by `datasets`.
-
-    Args:
-        entry: see the module docstring.
-
-    Raises:
-        ValueError: the library is not installed, the hub is not reachable, or there is no such dataset, configuration
-            or split.
-    """
+    """Load a hub dataset or a folder (see the module docstring), memory-mapped by `datasets`. Raises ValueError if the
+    library is not installed, the hub is not reachable, or there is no such dataset, configuration or split."""
     requested = DataName.parse(entry)
     config = requested.config or CONFIGS.get(requested.path)
     name = DataName(requested.path, config, requested.split or "train")
@@ -92,10 +85,8 @@ def _library(problem: str) -> ModuleType:
 
 def _load(library: ModuleType, name: DataName) -> Any:
     path = expanded(name.path)
-    if not name.is_folder:
-        return library.load_dataset(name.path, name.config, split=name.split)
-    if not any((path / file).is_file() for file in _SAVED):
-        return library.load_dataset(str(path), name.config, split=name.split)
+    if not (name.is_folder and any((path / file).is_file() for file in _SAVED)):
+        return library.load_dataset(str(path) if name.is_folder else name.path, name.config, split=name.split)
     dataset = library.load_from_disk(str(path))
     if not isinstance(dataset, Mapping):  # one split, which has no name
         return dataset
@@ -118,14 +109,8 @@ def _with_stored_images(library: ModuleType, rows: Any) -> Any:
 
 
 def check_hub(kind: str, name: str) -> None:
-    """Check that the hub has a model or dataset. Without this, the retries of the libraries take minutes.
-
-    Args:
-        kind: "model" or "dataset".
-
-    Raises:
-        ValueError: it has none of this name, or does not answer.
-    """
+    """Check that the hub has a "model" or "dataset" (kind). Without this, the retries of the libraries take minutes.
+    Raises ValueError if it has none of this name, or does not answer."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -197,11 +182,8 @@ def _math_row(source: str, row: Mapping[str, Any], split: str, index: int) -> di
 
 
 def geo3k_row(row: Mapping[str, Any], split: str, index: int) -> dict[str, Any]:
-    """Convert a problem of Geometry3K (Lu et al. 2021, arXiv 2105.04165), which has `<image>` in its text.
-
-    Raises:
-        ValueError: another number of images than of `<image>`.
-    """
+    """Convert a problem of Geometry3K (Lu et al. 2021, arXiv 2105.04165), which has `<image>` in its text. Raises
+    ValueError for another number of images than of `<image>`."""
     problem, truth = _texts(row, "problem", "answer")
     images = row.get("images")
     if not isinstance(images, list) or problem.count("<image>") != len(images):

@@ -74,25 +74,16 @@ NO_LIMITS = ImageLimits()
 
 
 class RowImage:
-    """An image of a row, decoded by `decode`.
-
-    Args:
-        source: see the module docstring.
-        location: names the image in errors: file, row and number.
-        folder: the folder that relative paths start from.
-        limits: settings of the dataset.
-    """
+    """An image of a row, decoded by `decode`. source: see the module docstring. location: names file, row and number in
+    errors. folder: the one that relative paths start from."""
 
     def __init__(self, source: Any, location: str, folder: Path = Path(), limits: ImageLimits = NO_LIMITS):
         self._source, self.location, self._folder, self._limits = source, location, folder, limits
         self._is_shared = False  # whether the source is a PIL image
 
     def size(self) -> tuple[int, int]:
-        """Width and height of the decoded image. Only the header is read.
-
-        Raises:
-            MediaError: no such file, no image, or one that is not supported.
-        """
+        """Width and height of the decoded image. Only the header is read. Raises MediaError: no such file, no image, or
+        one that is not supported."""
         image = self._open()
         try:
             with self._exclusive():
@@ -104,11 +95,8 @@ class RowImage:
         return self._limits.resized(*(image.size[::-1] if rotated else image.size))
 
     def decode(self) -> "Image":
-        """The image as RGB: rotated as its EXIF data says, transparent parts white, resized to the limits.
-
-        Raises:
-            MediaError: as `size`, and for a truncated or damaged file.
-        """
+        """The image as RGB: rotated as its EXIF data says, transparent parts white, resized to the limits. Raises
+        MediaError as `size`, and for a truncated or damaged file."""
         from PIL import Image, ImageOps
 
         image = self._open()
@@ -223,30 +211,18 @@ class RowImage:
         )
 
     def _error(self, problem: str) -> MediaError:
-        return MediaError(f"{self.location}{_format_name(self._source)}: {problem}")
-
-
-def _format_name(source: Any) -> str:
-    """The file name of a source that has one, in parentheses; otherwise an empty text."""
-    path = source.get("path") if isinstance(source, Mapping) else source
-    is_name = isinstance(path, str) and len(path) < 300 and path[:5].lower() != "data:"
-    return f" ({path:.100})" if is_name else ""
+        path = self._source.get("path") if isinstance(self._source, Mapping) else self._source
+        has_name = isinstance(path, str) and len(path) < 300 and path[:5].lower() != "data:"
+        return MediaError(f"{self.location}{f' ({path:.100})' if has_name else ''}: {problem}")
 
 
 # ---- bytes of images and videos --------------------------------------------------------------------------------------
 
 
 def load_media(source: Any, folder: Path, error: Callable[[str], MediaError]) -> bytes | None:
-    """The bytes of an image or video; None for a source of another kind.
-
-    Args:
-        source: bytes, or as text a path, a data URI or base64 text.
-        folder: the folder that relative paths start from.
-        error: returns an error that names the row, for a message "expected ..., found ...".
-
-    Raises:
-        MediaError: no such file, one that cannot be read, invalid base64 text, or a URL.
-    """
+    """The bytes of an image or video: bytes, or as text a path (below `folder`), a data URI or base64 text; None for
+    another source. error: returns an error that names the row. Raises it for a file that cannot be read, invalid base64
+    text, or a URL."""
     if isinstance(source, bytes | bytearray | memoryview):
         return bytes(source)
     if not isinstance(source, str | Path):

@@ -28,11 +28,8 @@ class Chat(list):
 
 
 def with_settings(messages: Any, row: Mapping[str, Any], location: str, tools: Sequence[Any] = ()) -> Any:
-    """Messages with what the columns `tools` and `enable_thinking` of their row set. tools: those of the run.
-
-    Raises:
-        ValueError: a prompt of plain text, columns that cannot be used, or other tools than those of the run.
-    """
+    """Messages with what the columns `tools` and `enable_thinking` of their row set. tools: those of the run. Raises
+    ValueError for a prompt of plain text, columns that cannot be used, or other tools than those of the run."""
     settings: dict[str, Any] = {}
     if (value := row.get("tools")) is not None and len(value):
         settings["tools"] = _read_tools(value, f"{location}: column 'tools'")
@@ -60,11 +57,8 @@ def _read_tools(value: Any, location: str) -> list[dict[str, Any]]:
 
 
 def read_message(message: Mapping[str, Any], location: str) -> Message:
-    """A message without keys whose value is None, with content, and with tool calls whose arguments are objects.
-
-    Raises:
-        ValueError: a tool call without a name, or whose arguments are neither an object nor its JSON text.
-    """
+    """A message without keys whose value is None, with content, and with tool calls whose arguments are objects. Raises
+    ValueError for a tool call without a name, or whose arguments are neither an object nor its JSON text."""
     message = {key: value for key, value in message.items() if value is not None}
     if calls := message.pop("tool_calls", None):
         message["tool_calls"] = [_read_call(call, location) for call in calls]
@@ -85,12 +79,9 @@ def _read_call(call: Any, location: str) -> dict[str, Any]:
 
 
 def trained_turns(chat: Sequence[Message], location: str) -> list[int]:
-    """The assistant turns to train: those after the first message, unless one of `TRAINED` is 0.
-
-    Raises:
-        ValueError: a value that is neither 0 nor 1, values that differ, 1 for a message that cannot be trained, a turn
-            without text, or no turn.
-    """
+    """The assistant turns to train: those after the first message, unless one of `TRAINED` is 0. Raises ValueError for
+    a value that is neither 0 nor 1, values that differ, 1 for a message that cannot be trained, a turn without text, or
+    no turn."""
     turns = []
     for turn, message in enumerate(chat):
         values = {name: message[name] for name in TRAINED if message.get(name) is not None}
@@ -134,10 +125,8 @@ def reads_json_calls(tokenizer: Any, settings: Mapping[str, Any]) -> bool:
 
 
 def marked(message: Message, turn: int, is_trained: bool) -> tuple[Message, dict[str, str]]:
-    """A message of `read_message` with a mark in each of its texts, and what each mark stands for.
-
-    Only a trained message has marks in its reasoning, which templates drop from earlier turns.
-    """
+    """A message of `read_message` with a mark in each of its texts, and what each mark stands for. Only a trained
+    message has marks in its reasoning, which templates drop from earlier turns."""
     marks: dict[str, str] = {}
 
     def mark(text: str, name: str) -> str:
@@ -167,10 +156,8 @@ def shape_of(message: Message) -> tuple:
 
 
 def missing_content(chat: Sequence[Message], text: str, trained: Collection[int]) -> list[tuple[int, str]]:
-    """(turn, "content") of the messages whose content is not in a text, as it is or escaped as in JSON.
-
-    Of an earlier turn, without its thought. Without /think and /no_think, which some templates remove.
-    """
+    """(turn, "content") of the messages whose content is not in a text, as it is or escaped as in JSON. Of an earlier
+    turn, without its thought. Without /think and /no_think, which some templates remove."""
     contents = ((turn, m["content"]) for turn, m in enumerate(chat) if isinstance(m["content"], str))
     contents = ((turn, text if turn in trained else text.split("</think>")[-1]) for turn, text in contents)
     parts = [

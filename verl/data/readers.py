@@ -83,10 +83,8 @@ class TableFile(File):
 
 
 class JsonLines(File):
-    """The rows of a file with one JSON object per line. Only the offsets of the lines are in memory.
-
-    All lines are parsed once. A missing key is None.
-    """
+    """The rows of a file with one JSON object per line. Only the offsets of the lines are in memory. All lines are
+    parsed once. A missing key is None."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -146,13 +144,8 @@ class JsonList(File):
 
 
 class RowTable(File):
-    """Rows in memory (a sequence of dicts, such as a Hugging Face dataset) as a file.
-
-    Args:
-        rows: the rows.
-        name: what errors call them; "": nothing.
-        source: the data source of rows that name none.
-    """
+    """Rows in memory (a sequence of dicts, such as a Hugging Face dataset) as a file. name: what errors call them; "":
+    nothing. source: the data source of rows that name none."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], name: str = "", source: str = "default"):
         super().__init__(Path(name or "dataframe"), source)

@@ -69,10 +69,7 @@ def build_sequences(
 
 
 def position_ids_of(attention_mask: Tensor) -> Tensor:
-    """Position ids of a padded batch: cumsum(attention_mask) - 1, at least 0.
-
-    (B, L) -> (B, L) int64.
-    """
+    """Position ids of a padded batch: cumsum(attention_mask) - 1, at least 0. (B, L) -> (B, L) int64."""
     return (attention_mask.cumsum(dim=-1) - 1).clamp_min(0)
 
 

@@ -101,8 +101,13 @@ class SFTDataset(TokenizedDataset):
         self._kept: list[int] = []  # item -> row
         self._ids = TokenTable()
         self._mask = TokenTable("b")
-        self._count = rows_to_use(self.rows, self.config.train_max_samples)
-        self._tokenize()
+        count = rows_to_use(self.rows, self.config.train_max_samples)
+        overlong = {}  # row -> tokens
+        for index, (ids, mask) in self._tokenized_rows(self.rows, count, self._drop_bad_rows(self.rows, count)):
+            if len(ids) > self.config.max_length:
+                overlong[index] = len(ids)
+            self._keep(index, ids, mask)
+        self._report(overlong, count)
         logger.info("tokenized %s samples in %.1f s", f"{len(self._kept):,}", time.perf_counter() - start)
 
     def _read(self) -> tuple[Rows, SampleColumns]:
@@ -146,15 +151,6 @@ class SFTDataset(TokenizedDataset):
         runs = itertools.groupby(zip(self._mask[item], self._ids[item]), key=operator.itemgetter(0))
         texts = ((trained, format_line(self.tokenizer.decode([token for _, token in run]))) for trained, run in runs)
         return "".join(f"[train>{text}<train]" if trained else text for trained, text in texts)
-
-    def _tokenize(self) -> None:
-        overlong = {}  # row -> tokens
-        usable = self._drop_bad_rows(self.rows, self._count)
-        for index, (ids, mask) in self._tokenized_rows(self.rows, self._count, usable):
-            if len(ids) > self.config.max_length:
-                overlong[index] = len(ids)
-            self._keep(index, ids, mask)
-        self._report(overlong, self._count)
 
     def _keep(self, index: int, ids: list[int], mask: list[int]) -> None:
         """Add a sample, truncated to max_length; drop it if no token is left in the loss."""
@@ -319,10 +315,8 @@ def _follow(row: Mapping[str, Any], path: tuple[str, ...], location: str) -> Any
 
 
 def collate_sft(items: Sequence[Mapping[str, Any]], pad_token_id: int) -> DataProto:
-    """B items of `SFTDataset` -> a batch with the columns of a rollout (see `build_sequences`).
-
-    Other keys of the items (index, uid) become object columns. Raises ValueError if there are no items.
-    """
+    """B items of `SFTDataset` -> a batch with the columns of a rollout (see `build_sequences`). Other keys of the items
+    (index, uid) become object columns. Raises ValueError if there are no items."""
     if not items:
         raise ValueError("collate_sft: expected at least one item, found none")
     tensors = ("prompt_ids", "response_ids", "response_mask")

@@ -26,11 +26,8 @@ logger = logging.getLogger("verl.data")
 
 
 class TokenTable:
-    """Many lists of token ids in one array: 4 bytes per token, a tenth of the memory of Python lists.
-
-    Args:
-        typecode: as in the `array` module; "i" for ids, "b" for masks.
-    """
+    """Many lists of token ids in one array: 4 bytes per token, a tenth of the memory of Python lists. typecode: as in
+    the `array` module; "i" for ids, "b" for masks."""
 
     def __init__(self, typecode: str = "i"):
         self._tokens = array.array(typecode)
@@ -61,11 +58,8 @@ class TokenTable:
 
 
 def prepare_tokenizer(tokenizer: Any) -> None:
-    """Use the eos token as pad token if there is none. Padding is always masked, so sharing the id is harmless.
-
-    Raises:
-        ValueError: there is no eos token.
-    """
+    """Use the eos token as pad token if there is none: padding is always masked, so sharing the id is harmless. Raises
+    ValueError if there is no eos token."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             "the tokenizer has no eos token, so no response could end: "
@@ -196,18 +190,9 @@ def check_encodable(text: str, location: str) -> None:
 
 
 def as_chat_or_text(prompt: Any, prompt_format: str, has_template: bool, location: str) -> list[Message] | str:
-    """A prompt as chat messages or as plain text.
-
-    Args:
-        prompt: messages or text.
-        prompt_format: "chat" converts text to a user message, "text" keeps it, "auto" converts it if there is a chat
-            template.
-        has_template: whether there is a chat template.
-        location: name of the prompt in errors.
-
-    Raises:
-        ValueError: an empty prompt, invalid messages, or messages with prompt_format "text".
-    """
+    """A prompt, messages or text, as chat messages or as plain text. prompt_format: "chat" converts text to a user
+    message, "text" keeps it, "auto" converts it if there is a chat template. Raises ValueError for an empty prompt,
+    invalid messages, or messages with prompt_format "text"."""
     prompt = as_messages(prompt)
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise ValueError(f"{location}: the prompt is empty")
@@ -252,10 +237,7 @@ def encode_prompts(
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[list[int]]:
     """Token ids of prompts from `read_prompt`: chats through the template with its generation prompt, texts unchanged.
-
-    Raises:
-        ValueError: a chat without a template, and the errors of `render_chats` and `encode_plain_prompts`.
-    """
+    Raises ValueError for a chat without a template, and as `render_chats` and `encode_plain_prompts`."""
     chats = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]
     plain = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
     if chats and chat_template is None and tokenizer.chat_template is None:
@@ -331,17 +313,9 @@ def truncate(ids: list[int], limit: int, method: str) -> list[int]:
 
 
 def check_tokenizer(tokenizer: Any, texts: Sequence[str], location: Callable[[int], str] | None = None) -> None:
-    """Check that texts survive encoding and decoding, except for the changes of the tokenizer's normalizer.
-
-    A tokenizer that does not match the data or the model drops characters silently, and the model is then trained on
-    prompts that differ from those in the file.
-
-    Args:
-        location: name of text i in errors.
-
-    Raises:
-        ValueError: a text with no tokens, or only unknown ones, or that decodes to a different text.
-    """
+    """Check that texts survive encoding and decoding, except for the changes of the tokenizer's normalizer. A tokenizer
+    that does not match drops characters silently. Raises ValueError for a text with no tokens, or only unknown ones, or
+    that decodes to a different text; location(i) names it."""
     location = location or (lambda i: f"text {i}")
     encoded = encode(tokenizer, texts, add_special_tokens=False)
     normalized = []
@@ -389,11 +363,8 @@ def _shorten(text: str) -> str:
 
 
 def load_tokenizer(model: schema.ModelConfig) -> Any:
-    """Load the tokenizer of a `model` section: that of the model, or of model.tokenizer_path.
-
-    Raises:
-        ValueError: there is no tokenizer.
-    """
+    """Load the tokenizer of a `model` section: that of the model, or of model.tokenizer_path. Raises ValueError if
+    there is none."""
     from huggingface_hub import try_to_load_from_cache
     from transformers import AutoTokenizer
 

@@ -94,12 +94,9 @@ class Video:
         self._source = source
 
     def decode(self) -> DecodedVideo:
-        """Decode at most `max_frames` frames, evenly spaced. The others are not kept in memory.
-
-        Raises:
-            MediaError: no such file, no frames, too many pixels, frames of different sizes, a damaged file, or one that
-                nothing here decodes.
-        """
+        """Decode at most `max_frames` frames, evenly spaced. The others are not kept in memory. Raises MediaError: no
+        such file, no frames, too many pixels, frames of different sizes, a damaged file, or one that nothing here
+        decodes."""
         source = self._opened()
         if not source.total:
             raise self._error("expected at least one frame, found none")
@@ -112,8 +109,12 @@ class Video:
         frames: list[np.ndarray] = []
         for index, frame in zip(kept, source.frames(kept)):
             image = RowImage(frame, f"{self.location}, frame {index}", self._folder, self._limits)
-            if not frames:
-                self._check_size(image.size(), len(kept))
+            width, height = (0, 0) if frames else image.size()
+            if (pixels := len(kept) * width * height) > MOST_VIDEO_PIXELS:
+                raise self._error(
+                    f"expected at most {MOST_VIDEO_PIXELS:,} pixels, found {len(kept):,} frames of {width} x {height} "
+                    f"= {pixels:,}: {_SHORTER}"
+                )
             frames.append(np.asarray(image.decode()))
         if len(frames) < len(kept):
             raise MediaError(
@@ -124,15 +125,6 @@ class Video:
         if len(sizes) > 1:
             raise self._error(f"expected frames of one size, found the shapes {sorted(sizes)}")
         return DecodedVideo(np.stack(frames), float(fps), list(kept), source.total)
-
-    def _check_size(self, size: tuple[int, int], count: int) -> None:
-        """Raise MediaError if `count` frames of a size (width, height) have too many pixels."""
-        width, height = size
-        if count * width * height > MOST_VIDEO_PIXELS:
-            raise MediaError(
-                f"{self.location}: expected at most {MOST_VIDEO_PIXELS:,} pixels, found {count:,} frames of {width} x "
-                f"{height} = {count * width * height:,}: {_SHORTER}"
-            )
 
     # ---- sources ----------------------------------------------------------------------------------------------------
 

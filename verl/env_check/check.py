@@ -61,10 +61,8 @@ def nvidia_smi() -> Cards:
 
 
 def check_gpus(torch_probe: Probe, host: Cards) -> list[Check]:
-    """Compare the GPUs that the driver lists with those that torch can use.
-
-    A GPU that torch cannot use is an error: a run would silently fall back to the CPU.
-    """
+    """Compare the GPUs that the driver lists with those that torch can use. One that torch cannot use is an error: a
+    run would silently fall back to the CPU."""
     torch_info = torch_probe.info or {"usable": False, "cuda": None, "reason": torch_probe.error or ""}
     visible = len(torch_info["capabilities"]) if torch_info["usable"] else 0
     if host.problem is not None and not visible:

@@ -45,10 +45,8 @@ class Probe:
 
 
 def run_probes(codes: Mapping[str, str], timeout: float = TIMEOUT) -> dict[str, Probe]:
-    """Run snippets one after another in one subprocess with the same sys.path.
-
-    Every name gets a result; those after a crash or the timeout are reported as not tried.
-    """
+    """Run snippets one after another in one subprocess with the same sys.path. Every name gets a result; those after a
+    crash or the timeout are reported as not tried."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-c", _CHILD, json.dumps(dict(codes))]
     process = subprocess.Popen(
@@ -62,7 +60,9 @@ def run_probes(codes: Mapping[str, str], timeout: float = TIMEOUT) -> dict[str, 
     )
     try:
         output, _ = process.communicate(timeout=timeout)
-        ending = _ending(process.returncode)
+        code = process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        ending = f"the process {how}"
     except subprocess.TimeoutExpired:
         process.kill()
         output, _ = process.communicate()
@@ -89,12 +89,6 @@ def _record(line: str) -> dict[str, Any] | None:
     except json.JSONDecodeError:
         return None
     return record if isinstance(record, dict) and "name" in record else None
-
-
-def _ending(returncode: int) -> str:
-    if returncode < 0:
-        return f"the process was killed by {signal.Signals(-returncode).name}"
-    return f"the process exited with status {returncode}"
 
 
 # ---- results --------------------------------------------------------------------------------------------------------

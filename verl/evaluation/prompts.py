@@ -70,7 +70,13 @@ class PromptSet(PromptDataset):
         self.prompt_ids = TokenTable()
         for _, (ids, _) in self._tokenized_rows(rows, count, None):
             self.prompt_ids.append(ids)
-        self._check_lengths(config.rollout.prompt_length)
+        limit = config.rollout.prompt_length
+        if overlong := {i: len(ids) for i, ids in enumerate(self.prompt_ids) if len(ids) > limit}:
+            fixes = "raise the limit" if self.media is None else f"raise the limit, {FEWER_IMAGE_TOKENS}"
+            raise ValueError(
+                f"rollout.prompt_length: {len(overlong):,} of {len(self):,} prompts are longer than {limit:,} tokens; "
+                f"{describe_overlong(overlong, rows)}: {fixes}, or remove these rows from the file"
+            )
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -81,15 +87,14 @@ class PromptSet(PromptDataset):
     def columns(self, indices: Sequence[int]) -> dict[str, list[Any]]:
         """The columns of prompts for a rollout. Images are decoded now. Agent loops get those of training."""
         ids = [self.prompt_ids[i] for i in indices]
-        columns = {"prompt_ids": ids, "uid": [str(i) for i in indices]}
+        items: list[dict[str, Any]] = [{}]
         if self.uses_loops:
             items = [self._item(self.rows, i, tokens, DataConfig()) for i, tokens in zip(indices, ids)]
-            columns |= {name: [item[name] for item in items] for name in items[0]}
         elif self.media is not None:
             prompts = (self._check_row(self.rows[i], self.rows, i) for i in indices)
             items = [self.media.columns(prompt, tokens) for prompt, tokens in zip(prompts, ids)]
-            columns |= {name: [item[name] for item in items] for name in items[0]}
-        return columns
+        columns = {name: [item[name] for item in items] for name in items[0]}
+        return {"prompt_ids": ids, "uid": [str(i) for i in indices]} | columns
 
     def digest(self) -> str:
         """Return a checksum of all token ids, which depends on the tokenizer and the chat template."""
@@ -107,28 +112,13 @@ class PromptSet(PromptDataset):
     def _check_and_decode(self, row: Mapping[str, Any], rows: Rows, index: int, decoded: Collection[int]) -> Prompt:
         return super()._check_and_decode(row, rows, index, [index])
 
-    def _check_lengths(self, limit: int) -> None:
-        overlong = {i: len(ids) for i, ids in enumerate(self.prompt_ids) if len(ids) > limit}
-        if overlong:
-            fixes = "raise the limit" if self.media is None else f"raise the limit, {FEWER_IMAGE_TOKENS}"
-            raise ValueError(
-                f"rollout.prompt_length: {len(overlong):,} of {len(self):,} prompts are longer than {limit:,} tokens; "
-                f"{describe_overlong(overlong, self.rows)}: {fixes}, or remove these rows from the file"
-            )
-
 
 # ---- the output -----------------------------------------------------------------------------------------------------
 
 
 def check_output(prompts: PromptSet, path: Path) -> None:
-    """Check before generation that the rows can be written to a file of this type.
-
-    Args:
-        path: .parquet (keeps the types of the columns) or .jsonl.
-
-    Raises:
-        ValueError: If they cannot, or the folder is not writable.
-    """
+    """Check before generation that the rows can be written to a file of this type: .parquet, which keeps the types of
+    the columns, or .jsonl. Raises ValueError if they cannot, or the folder is not writable."""
     check_folder("data.output_path", path.parent)
     if path.suffix == ".jsonl":
         for _ in _lines(prompts, [_NONE] * len(prompts), path.parent):
@@ -264,23 +254,16 @@ def settings_file(output: Path) -> Path:
 
 
 class SavedResponses:
-    """The responses to the prompts of one output file that are generated already.
-
-    Args:
-        settings: Everything the responses depend on.
-        n: Number of responses per prompt.
-    """
+    """The responses to the prompts of one output file that are generated already. settings: everything that they depend
+    on. n: number of responses per prompt."""
 
     def __init__(self, output: Path, settings: Settings, *, prompts: int, n: int):
         self.output, self.settings, self.prompts, self.n = output, dict(settings), prompts, n
         self.path = output.with_name(f"{output.name}.{settings_digest(settings)}.partial.jsonl")
 
     def is_finished(self) -> bool:
-        """Whether the output exists and was generated with these settings.
-
-        Raises:
-            ValueError: If it was generated with other settings. Existing files are never overwritten.
-        """
+        """Whether the output exists and was generated with these settings. Raises ValueError if it was with others:
+        existing files are never overwritten."""
         if not self.output.exists():
             return False
         state = "with unknown settings"

@@ -278,11 +278,8 @@ class Evaluation:
         return [self.prompts] if self.compared is None else [self.prompts, self.compared]
 
     def run(self) -> dict[str, Any]:
-        """Score, print the tables and write the JSON file. Returns the contents of that file.
-
-        Raises:
-            RewardError: If a response cannot be scored (reward.on_error=raise).
-        """
+        """Score, print the tables and write the JSON file. Returns the contents of that file. Raises RewardError if a
+        response cannot be scored (reward.on_error=raise)."""
         settings = self.config.evaluation
         try:
             scored = [score_prompts(prompts, self.scorer, settings.right_from) for prompts in self._both()]

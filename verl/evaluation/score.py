@@ -144,11 +144,9 @@ def iterate_batches(prompts: Sequence[PromptWithResponses]) -> Iterator[DataProt
 
 
 class Scorer:
-    """The operator that scores. A call that hangs or crashes its process does not affect other responses.
-
-    Functions run in processes that are killed at the timeout, `async def` functions in an event loop. A response that
-    cannot be scored raises RewardError (reward.on_error=raise) or counts as incorrect (reward.on_error=count).
-    """
+    """The operator that scores. Functions run in processes that are killed at the timeout, `async def` functions in an
+    event loop, so a call that hangs or crashes does not affect others. A response that cannot be scored raises
+    RewardError (reward.on_error=raise) or counts as incorrect (reward.on_error=count)."""
 
     def __init__(self, function: ScoreFunction, reward: EvalRewardConfig):
         self.on_error = reward.on_error
@@ -192,14 +190,8 @@ def _accuracy(score: float, extra: Mapping[str, Any]) -> float:
 
 
 def score_prompts(prompts: Sequence[PromptWithResponses], scorer: Scorer, right_from: float) -> list[ScoredPrompt]:
-    """Score all responses.
-
-    Args:
-        right_from: A response is correct if its "acc", or its score without one, is at least this.
-
-    Raises:
-        RewardError: If a response cannot be scored (see `Scorer`), or if none can be.
-    """
+    """Score all responses. One is correct if its "acc", or its score without one, is at least right_from. Raises
+    RewardError if a response cannot be scored (see `Scorer`), or if none can be."""
     batches = iterate_batches(prompts)
     pipeline = DataFlow(
         [

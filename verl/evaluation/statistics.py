@@ -41,14 +41,8 @@ def pass_at_k(correct: np.ndarray, responses: np.ndarray, k: int) -> np.ndarray:
 
 
 def bootstrap_means(values: np.ndarray, samples: int, seed: int) -> np.ndarray:
-    """Return the means of `samples` data sets resampled with replacement.
-
-    Args:
-        values: (Q, M), one row per prompt.
-
-    Returns:
-        (samples, M) float64.
-    """
+    """The means, (samples, M) float64, of `samples` data sets resampled with replacement from values, (Q, M), one row
+    per prompt."""
     values = np.asarray(values, dtype=np.float64)
     count = len(values)
     # Sorted, so that the result does not depend on the order of the rows.
@@ -83,13 +77,8 @@ def bootstrap_intervals(
 
 
 def wilson_interval(mean: float, count: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the score interval of a proportion (Wilson 1927).
-
-    Unlike the bootstrap, it has a width if all outcomes are equal: for 0 of 16 it is 0 .. 0.19.
-
-    Args:
-        count: Number of outcomes, each 0 or 1.
-    """
+    """The score interval of a proportion of `count` outcomes of 0 or 1 (Wilson 1927). Unlike the bootstrap, it has a
+    width if all outcomes are equal: for 0 of 16 it is 0 .. 0.19."""
     z2 = NormalDist().inv_cdf((1 + confidence) / 2) ** 2
     center = (mean + z2 / (2 * count)) / (1 + z2 / count)
     half = (z2 * (mean * (1 - mean) / count + z2 / (4 * count**2))) ** 0.5 / (1 + z2 / count)
@@ -99,11 +88,8 @@ def wilson_interval(mean: float, count: int, confidence: float = 0.95) -> tuple[
 def mean_intervals(
     values: np.ndarray, *, confidence: float = 0.95, samples: int = 10_000, seed: int = 0
 ) -> list[tuple[float, float]]:
-    """Return an interval of the mean of each column: Wilson's if all values are 0 or 1, otherwise the bootstrap's.
-
-    Args:
-        values: (Q, M), one row per prompt.
-    """
+    """An interval of the mean of each column of values, (Q, M), one row per prompt: Wilson's if all values are 0 or 1,
+    otherwise the bootstrap's."""
     resampled = bootstrap_intervals(values, confidence=confidence, samples=samples, seed=seed).tolist()
     binary = np.isin(values, (0.0, 1.0)).all(0)
     means = values.mean(0).tolist()
@@ -157,12 +143,9 @@ def compare_paired(
 
 
 def sign_flip_test(differences: np.ndarray, *, samples: int = 10_000, seed: int = 0) -> float:
-    """Return the two-sided p-value of the mean of paired differences, (Q,) (Fisher's randomization test).
-
-    If the models were equal, each difference would be equally likely with the opposite sign. p is the fraction of
-    random sign assignments whose mean is at least as far from 0 as the observed one. The observed assignment is
-    included, so p is never 0. Unlike a bootstrap p-value, it is valid for few prompts.
-    """
+    """The two-sided p-value of the mean of paired differences, (Q,) (Fisher's randomization test): the fraction of
+    random sign assignments, the observed one included, whose mean is at least as far from 0. Unlike a bootstrap
+    p-value, it is valid for few prompts, and never 0."""
     differences = np.sort(differences)  # the result does not depend on the order of the prompts
     observed = abs(differences.mean())
     random = np.random.default_rng(seed)

@@ -34,11 +34,7 @@ _PUBLIC = ("model_world_size_*_rank_*.pt", "dist_ckpt")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The checkpoint of one role.
-
-    Attributes:
-        folder: `.../actor`.
-    """
+    """The checkpoint of one role. folder: `.../actor`."""
 
     folder: Path
     source: WeightSource
@@ -78,26 +74,17 @@ def local_folder(name: str) -> Path | None:
 
 
 def find_base(folder: Path, base: str | None) -> tuple[Path | None, str]:
-    """Return the folder of the base model, if it is on this machine, and otherwise the reason.
-
-    Args:
-        base: The base model; None: those that the checkpoint names.
-    """
+    """The folder of the base model, if it is on this machine, and otherwise the reason. base: None for those that the
+    checkpoint names."""
     names = [base] if base is not None else base_models(folder)
     path = next(filter(None, map(local_folder, names)), None)
     return path, f"{names} is not on this machine" if names else "the checkpoint does not name it"
 
 
 def open_checkpoint(folder: Path, base: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
-    """Open a checkpoint and check that it is complete. Adapters are merged into their base model.
-
-    Args:
-        folder: `.../global_step_N/actor` or `.../critic`.
-        base: The base model of adapters; by default, the one the checkpoint names.
-
-    Raises:
-        ValueError: If a file is missing or damaged, or the folder is not a checkpoint.
-    """
+    """Open a checkpoint, `.../global_step_N/actor` or `.../critic`, and check that it is complete. Adapters are merged
+    into their base model, by default the one that the checkpoint names. Raises ValueError if a file is missing or
+    damaged, or the folder is not a checkpoint."""
     folder = resolved(folder)
     if not folder.is_dir():
         saved = sorted(

@@ -183,7 +183,9 @@ def _add_tensors(
             raise ValueError(f"the tensor {name} of {config.model_type} has no name in GGUF")
         layer = name.split(".")[-2]
         if layer in heads and architecture == gguf.MODEL_ARCH.LLAMA:
-            tensor = _interleaved(tensor, heads[layer])
+            # llama.cpp rotates the neighbours (0, 1), transformers (0, head_dim / 2)
+            halves = tensor.view(heads[layer], 2, -1, *tensor.shape[1:])
+            tensor = halves.transpose(1, 2).reshape(tensor.shape).contiguous()
         is_matrix = tensor.dim() > 1 and tensor.shape[-1] % block == 0
         kind = quantization if is_matrix else gguf.GGMLQuantizationType.F32
         writer.add_tensor(target, gguf.quantize(tensor.numpy(), kind), raw_dtype=kind)
@@ -192,8 +194,3 @@ def _add_tensors(
         exponents = torch.arange(len(scaled), dtype=torch.float64) / len(scaled)
         divisors = 1 / (_rope(config)["rope_theta"] ** exponents * scaled)
         writer.add_tensor("rope_freqs.weight", divisors.float().numpy())
-
-
-def _interleaved(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of a projection in llama.cpp's order: it rotates neighbours (0, 1), transformers (0, head_dim / 2)."""
-    return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape).contiguous()

@@ -27,14 +27,9 @@ class WeightSource(Protocol):
 
 
 def describe(config_folder: Path, names: Iterable[str], trust_remote_code: bool) -> Any:
-    """Return the model described by the config and the tensor names, without weights.
-
-    A critic is recognized by its `score.` weights, since its config may be that of the language model it was
-    initialized from. It has one output per token.
-
-    Raises:
-        ValueError: If transformers cannot build the model.
-    """
+    """The model described by the config and the tensor names, without weights. A critic, with one output per token, is
+    recognized by its `score.` weights, since its config may be that of a language model. Raises ValueError if
+    transformers cannot build the model."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -60,15 +55,8 @@ def describe(config_folder: Path, names: Iterable[str], trust_remote_code: bool)
 
 
 def build(model: Any, folder: Path | None, weights: dict[str, torch.Tensor] | None, dtype: torch.dtype) -> Any:
-    """Build a model with the weights of a folder or of a dict.
-
-    Args:
-        model: From `describe`.
-        weights: Name -> tensor, or None. Tensors that already have `dtype` are not copied.
-
-    Raises:
-        ValueError: Missing, unexpected or mismatched weights.
-    """
+    """Build a model of `describe` with the weights of a folder or of a dict. Tensors that already have `dtype` are not
+    copied. Raises ValueError for missing, unexpected or mismatched weights."""
     config = None if folder is not None else model.config
     module, report = load_with_report(type(model), folder, config=config, state_dict=weights, dtype=dtype)
     faults = [f"missing: {name}" for name in sorted(report["missing_keys"])]
@@ -103,16 +91,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def load(source: WeightSource, model: Any, dtype: torch.dtype | None) -> Any:
-    """Read the weights of a checkpoint into a model of transformers.
-
-    Args:
-        model: From `describe`.
-        dtype: of floating-point tensors; None: unchanged.
-
-    Raises:
-        ValueError: weights that are not those of the model, NaN or infinite values, or tied tensors with different
-            contents.
-    """
+    """Read the weights of a checkpoint into a model of `describe`. dtype: of floating-point tensors; None: unchanged.
+    Raises ValueError for weights that are not those of the model, NaN or infinite ones, or tied tensors with different
+    contents."""
     names = source.names()
     tied = {name: target for name, target in model.all_tied_weights_keys.items() if {name, target} <= {*names}}
     for name, target in tied.items():
@@ -134,10 +115,8 @@ def _checked(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torc
 
 
 def disk_tensors(model: Any, module: Any) -> dict[str, torch.Tensor]:
-    """The weights of a model by their names on disk.
-
-    transformers stores some weights differently in memory than on disk (the experts of a layer in one tensor).
-    """
+    """The weights of a model by their names on disk, where transformers stores some differently than in memory (the
+    experts of a layer in one tensor)."""
     from transformers.core_model_loading import revert_weight_conversion
 
     state = {name: tensor for name, tensor in module.state_dict().items() if name not in model.all_tied_weights_keys}
@@ -148,11 +127,8 @@ def disk_tensors(model: Any, module: Any) -> dict[str, torch.Tensor]:
 
 
 def check_folder(folder: Path, model: Any, dtype: torch.dtype, expected: dict[str, str]) -> None:
-    """Load a folder with transformers, and compare it with the `checksums` of the checkpoint's model.
-
-    Raises:
-        ValueError: For missing or unexpected weights, or if a tensor differs.
-    """
+    """Load a folder with transformers, and compare it with the `checksums` of the checkpoint's model. Raises ValueError
+    for missing or unexpected weights, or if a tensor differs."""
     result = checksums(build(model, folder, None, dtype))
     if differing := [name for name, checksum in expected.items() if result[name] != checksum]:
         raise ValueError(
@@ -172,10 +148,8 @@ def _checksum(tensor: torch.Tensor) -> str:
 
 
 def first_difference(written: WeightSource, base: WeightSource) -> str | None:
-    """Return the name of the first tensor that differs from the base model, or None.
-
-    The base model is rounded to the dtype of the merged model.
-    """
+    """The name of the first tensor that differs from the base model, which is rounded to the dtype of the merged model,
+    or None."""
     base_names = set(base.names())
     for name in written.names():
         if name not in base_names:

@@ -49,7 +49,10 @@ class MergedAdapters:
     """
 
     def __init__(self, folder: Path, base: Path, config_folder: Path, trust_remote_code: bool):
-        _check_alpha(folder / ADAPTER_CONFIG)
+        path = folder / ADAPTER_CONFIG
+        if not (alpha := read_json(path).get("lora_alpha") if path.is_file() else None):
+            scales = "which scales the adapters"  # a guess would scale them differently than in training
+            raise ValueError(f"{path}: expected the lora_alpha of the training run, {scales}, found {alpha}")
         files, weights = SafetensorsFiles(folder, ADAPTER_WEIGHTS), SafetensorsFiles(base)
         adapters = {name: files.read(name) for name in files.names() if ".lora_" in name}
         trained = {name.removeprefix(PREFIX): files.read(name) for name in files.names() if name not in adapters}
@@ -74,15 +77,6 @@ class MergedAdapters:
 
     def read(self, name: str) -> torch.Tensor:
         return self._tensors.pop(name)
-
-
-def _check_alpha(path: Path) -> None:
-    """Raise ValueError if there is no alpha: a guess would scale the adapters differently than in training."""
-    alpha = read_json(path).get("lora_alpha") if path.is_file() else None
-    if not alpha:
-        raise ValueError(
-            f"{path}: expected the lora_alpha of the training run, which scales the adapters, found {alpha}"
-        )
 
 
 def _merged(module: Any, adapters: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:

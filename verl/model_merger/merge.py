@@ -37,14 +37,9 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "
 
 @contextmanager
 def staged(target: Path, in_place: bool = False) -> Iterator[Path]:
-    """Yield an empty folder next to `target`, which becomes `target` when the block ends.
-
-    If there is a target, its weights are replaced, and its other files are kept. If the block raises, it is not
-    changed. The folder of a killed process is removed by the next call.
-
-    Args:
-        in_place: files that the target has are not replaced.
-    """
+    """Yield an empty folder next to `target`, which becomes `target` when the block ends. If there is a target, its
+    weights are replaced, and its other files are kept (in_place: all files). If the block raises, it is not changed.
+    The folder of a killed process is removed by the next call."""
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.merging")
     shutil.rmtree(draft, ignore_errors=True)
@@ -82,13 +77,8 @@ def write_weights(folder: Path, tensors: Mapping[str, torch.Tensor], max_shard_s
 
 
 def write_config(source: Path, folder: Path, architecture: str, dtype: torch.dtype, num_labels: int | None) -> None:
-    """Copy config and tokenizer, and set architecture and dtype in the config.
-
-    Other entries are not changed: rewritten by transformers, the file might not be readable by older releases.
-
-    Args:
-        num_labels: Number of outputs of a critic, otherwise None.
-    """
+    """Copy config and tokenizer, and set architecture, dtype and num_labels (of a critic) in the config. Other entries
+    are not changed: rewritten by transformers, the file might not be readable by older releases."""
     weights = set(weight_files(source))
     for path in source.iterdir():
         if path.is_file() and path not in weights:
@@ -122,12 +112,9 @@ class MergeOptions:
 
 
 def merge(options: MergeOptions) -> Path:
-    """Write the model of a checkpoint as a HuggingFace folder, verify it, and return the folder.
-
-    Raises:
-        ValueError: If the checkpoint is incomplete, its weights do not match the config, or the result differs from the
-            checkpoint or lost what was learned by rounding. The target is not changed in this case.
-    """
+    """Write the model of a checkpoint as a HuggingFace folder, verify it, and return the folder. Raises ValueError,
+    without a change of the target, if the checkpoint is incomplete, does not match the config, or the result differs
+    from it or lost what was learned by rounding."""
     target, dtype = resolved(options.target_dir), DTYPES[options.dtype]
     # public verl's scripts name the actor's own folder: only what it lacks is written
     in_place = target == resolved(options.local_dir) / "huggingface" and target.parent.name == "actor"
@@ -176,14 +163,9 @@ def merge(options: MergeOptions) -> Path:
 
 
 def compare(local_dir: Path, folder: Path, trust_remote_code: bool = False, base: str | None = None) -> list[str]:
-    """Compare a checkpoint, merged in memory, with a HuggingFace folder.
-
-    The checkpoint's tensors are rounded to the dtype of the folder's. No other difference is tolerated, because a step
-    of reinforcement learning may change a weight by one part in a million.
-
-    Returns:
-        Descriptions of the differences; empty if there are none.
-    """
+    """Descriptions of the differences between a checkpoint, merged in memory and rounded to the folder's dtype, and a
+    HuggingFace folder. None is tolerated: a step of reinforcement learning may change a weight by one part in a
+    million."""
     checkpoint = open_checkpoint(local_dir, base, trust_remote_code)
     model = describe(checkpoint.config_folder, checkpoint.source.names(), trust_remote_code)
     other = SafetensorsFiles(folder)

@@ -156,10 +156,8 @@ def built_in(name: str) -> Device:
 
 
 def known_gpu(name: str) -> Device | None:
-    """The built-in profile that a device name such as "NVIDIA H200" or "NVIDIA A100-SXM4-40GB" belongs to.
-
-    None if there is none, or several, as of "H100,H200".
-    """
+    """The built-in profile that a device name such as "NVIDIA H200" or "NVIDIA A100-SXM4-40GB" belongs to. None if
+    there is none, or several, as of "H100,H200"."""
     parts = set(re.split(r"[^A-Za-z0-9]+", name))
     matching = [key for key in BUILT_IN if set(key.split("-")) <= parts]
     best = max(matching, key=len, default="")
@@ -179,12 +177,9 @@ def host_memory() -> float:
 
 
 def _limit_files(groups: Path, root: Path) -> Iterator[Path]:
-    """Files that may have the memory limit of a process: of its cgroups and of all above them.
-
-    Args:
-        groups: the file that lists its cgroups, such as "0::/a/b" (version 2) or "4:memory:/a/b" (version 1).
-        root: where cgroups are mounted. In a container the cgroup of the container may be the root.
-    """
+    """Files that may have the memory limit of a process: of its cgroups, such as "0::/a/b" (version 2) or
+    "4:memory:/a/b" (version 1) in the file `groups`, and of all above them. root: where cgroups are mounted; in a
+    container its own may be the root."""
     paths = {"": "/", "memory": "/"}
     for line in groups.read_text(encoding="utf-8").splitlines() if groups.is_file() else ():
         _, controllers, path = line.split(":", 2)

@@ -47,12 +47,8 @@ PHASES = {
 
 
 def activation_bytes(role: Role, sequence_parallel: bool = False) -> ActivationBytes:
-    """Bytes per token that the layers keep for the backward pass, without and with checkpointing.
-
-    Args:
-        role: the role, with its layout.
-        sequence_parallel: tensor-parallel ranks also split what is between the matrices.
-    """
+    """Bytes per token that the layers keep for the backward pass, without and with checkpointing. sequence_parallel:
+    tensor-parallel ranks also split what is between the matrices."""
     s, c = role.shape, role.compute_bytes
     stream = c if role.layout.devices > 1 else max(c, role.weight_bytes)  # FSDP2 casts the embedding
     norms = 2 * (stream + c) * s.hidden + 2 * stream
@@ -91,12 +87,11 @@ def tower_bytes(role: Role) -> ActivationBytes:
 
 def weights(job: Job, role: Role) -> float:
     """Bytes of the stored weights of a role on one device."""
-    layout = role.layout
     if job.model_parallel:
         return role.compute_bytes * role.megatron_share
     linear = role.shape.matrices(0) if role.is_quantized else 0
     stored = linear * QUANTIZED_BYTES + (role.parameters - linear) * role.weight_bytes
-    return (stored + (role.trained_bytes * role.trained if role.lora_rank else 0)) / layout.shards
+    return (stored + (role.trained_bytes * role.trained if role.lora_rank else 0)) / role.layout.shards
 
 
 def optimizer_bytes(job: Job, role: Role) -> float:
@@ -110,19 +105,15 @@ def optimizer_bytes(job: Job, role: Role) -> float:
 
 def gradients(job: Job, role: Role) -> float:
     """Bytes of the gradients on one device."""
-    layout = role.layout
     if job.model_parallel:
         return 4 * role.megatron_share if role.trains else 0.0
-    return role.trained_bytes * role.trained / layout.shards
+    return role.trained_bytes * role.trained / role.layout.shards
 
 
 def gathered(job: Job, role: Role, training: bool) -> float:
-    """Bytes of casts of the weights or, with FSDP2, of what is gathered at a time.
-
-    FSDP2 gathers two layers, and the embedding with the output layer. In training the gradients of these layers, which
-    are reduced in float32, and of the output layer are there too; that of the embedding comes last, when the
-    activations are freed.
-    """
+    """Bytes of casts of the weights or, with FSDP2, of what is gathered at a time: two layers, and the embedding with
+    the output layer. In training, the gradients of these, reduced in float32, are there too; that of the embedding
+    comes last, when the activations are freed."""
     shape, c, layout = role.shape, role.compute_bytes, role.layout
     if job.model_parallel:
         return 0.0
@@ -213,17 +204,12 @@ def update_items(job: Job, role: Role, device: Device, taken: float) -> Items:
     items["activations"] += images * (tower.checkpointed if checkpoints else tower.plain)
     # the gradients of one layer's activations come after those of the logits are freed
     items["logits, working memory"] = max(logits(job, role, tokens, device, training=True), tokens * layer)
-    if not job.model_parallel and largest <= tokens:  # Megatron has gradient buffers all the time
-        return _one_backward_pass(role, items, tokens * layer)
-    return items
-
-
-def _one_backward_pass(role: Role, items: Items, layer: float) -> Items:
-    """The larger of its begin, with the gradient of the output layer, and its end, with all gradients and one layer.
-    items: of several micro-batches, with gradients from the begin. layer: bytes of its activations."""
+    if job.model_parallel or largest > tokens:  # Megatron has gradient buffers all the time
+        return items
+    # one backward pass: its begin, with the gradient of the output layer, or its end, with all gradients and one layer
     head = 0.0 if role.value_head or role.lora_rank else role.shape.embedding * role.weight_bytes / role.layout.shards
     begin = items | {"gradients": min(items["gradients"], head)}
-    end = items | {"activations": layer, "logits, working memory": layer}
+    end = items | {"activations": tokens * layer, "logits, working memory": tokens * layer}
     return max(begin, end, key=total)
 
 
@@ -292,14 +278,7 @@ def push_items(job: Job, role: Role) -> Items:
 
 
 def group_memory(job: Job, device: Device, roles: Sequence[Role]) -> dict[str, Items]:
-    """Bytes per device of every phase on the devices that these roles share.
-
-    Args:
-        roles: the roles on these devices, with their layouts.
-
-    Returns:
-        Phase -> what -> bytes.
-    """
+    """Phase -> what -> bytes per device, on the devices that these roles share."""
     by_name = {role.name: role for role in roles}
     phases: dict[str, Items] = {}
     for phase in PHASES:
@@ -324,10 +303,8 @@ def group_memory(job: Job, device: Device, roles: Sequence[Role]) -> dict[str, I
 
 
 def _persistent(job: Job, roles: Sequence[Role], active: Role, updates: bool) -> Items:
-    """Weights and optimizer states on the device while a role runs, whose offloaded weights are there too.
-
-    Megatron's buffers of gradients are with the weights.
-    """
+    """Weights and optimizer states on the device while a role runs, whose offloaded weights are there too. Megatron's
+    buffers of gradients are with the weights."""
     items = {"weights": 0.0, "optimizer": 0.0} | ({"gradients": 0.0} if job.model_parallel else {})
     for role in roles:
         if role.name == "rollout":  # its weights are those of the engine

@@ -6,6 +6,7 @@ once per (set, devices). An allocation that another one beats with fewer devices
 ends when even the fastest rest cannot beat the best placement so far: the result is that of brute force.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
@@ -68,7 +69,7 @@ class Search:
         if self.job.overlaps:
             rollout = replace(self.job.role("actor"), name="rollout", trains=False)
             self.job = replace(self.job, roles=(*self.job.roles, rollout))
-        self._groups: dict[tuple[tuple[str, ...], int], Group | None] = {}
+        self.group = functools.cache(self.group)
 
     def partitions(self) -> list[Partition]:
         """The partitions to try. In asynchronous training the rollout is alone; otherwise it would idle in training."""
@@ -77,12 +78,6 @@ class Search:
 
     def group(self, names: tuple[str, ...], devices: int) -> Group | None:
         """The fastest layout of these roles on this many devices that fits; None if there is none. Cached."""
-        key = (names, devices)
-        if key not in self._groups:
-            self._groups[key] = self._best_group(*key)
-        return self._groups[key]
-
-    def _best_group(self, names: tuple[str, ...], devices: int) -> Group | None:
         groups = [
             Group(job, self.device, tuple(roles), self._generator(job, roles))
             for job, roles in self._layouts(names, devices)
@@ -219,13 +214,8 @@ _INFER = {
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the settings.
-
-    Attributes:
-        settings: key -> value, such as "actor_rollout_ref.model.enable_gradient_checkpointing" -> "true".
-        apply: the job -> the job with this change.
-        factor: how many times as many devices.
-    """
+    """A change of the settings, such as "actor_rollout_ref.model.enable_gradient_checkpointing" -> "true": apply(job)
+    is the job with it, on `factor` times as many devices."""
 
     settings: Mapping[str, str] = field(default_factory=dict)
     apply: Callable[[Job], Job] = lambda job: job
@@ -239,15 +229,9 @@ def smallest_change(plan: Plan) -> tuple[Change, Plan] | None:
 
 
 def first_that_fits(job: Job, device: Device, plan_of: Callable[[Change], Plan | None]) -> tuple[Change, Plan] | None:
-    """The first change whose plan fits, and that plan.
-
-    Changes of one setting, which cost speed but not results, come first, then the first ones together, then more
-    devices, without and with all of them.
-
-    Args:
-        job: the run that does not fit.
-        plan_of: the plan with a change; None if there is none.
-    """
+    """The first change of a job that does not fit whose plan fits, and that plan. Changes of one setting, which cost
+    speed but not results, come first, then the first ones together, then more devices, without and with all of them.
+    plan_of: the plan with a change; None if there is none."""
     single = [change for change in _changes(job, device) if change.settings]
     together = list(accumulate(single, _both))
     more = [Change(factor=factor) for factor in (2, 4, 8, 16, 32, 64, 128)]

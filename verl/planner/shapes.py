@@ -92,11 +92,8 @@ class ModelShape:
         return self.sparse_layers * self.experts * 3 * self.hidden * self.expert_mlp
 
     def matrices(self, experts: float | None = None) -> float:
-        """Elements of the matrices of all layers.
-
-        Args:
-            experts: experts of a layer that count; None: those that compute one token.
-        """
+        """Elements of the matrices of all layers. experts: of a layer that count; None: those that compute one
+        token."""
         count = self.active_experts if experts is None else experts
         sparse = count * self.expert_mlp + self.shared_mlp
         router = self.hidden * self.experts
@@ -157,11 +154,8 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str = "") -> "ModelShape":
-        """The shape that a `config.json` describes.
-
-        Raises:
-            ValueError: latent attention, or a config without the sizes of a Llama-like decoder.
-        """
+        """The shape that a `config.json` describes. Raises ValueError for latent attention, or a config without the
+        sizes of a Llama-like decoder."""
         name = name or "the model"
         if config.get("kv_lora_rank"):
             raise ValueError(f"{name} has multi-head latent attention, which the planner does not model")

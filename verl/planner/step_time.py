@@ -62,10 +62,8 @@ class Pass:
     images: float = 0.0
 
     def seconds(self, device: Device, training: bool = False) -> float:
-        """On a GPU, kernels are launched while others run; on a CPU, all of it adds up.
-
-        images: seconds of the host before the first kernel.
-        """
+        """On a GPU, kernels are launched while others run; on a CPU, all of it adds up. images: seconds of the host
+        before the first kernel."""
         busy = self.matmul + self.attention + self.elementwise
         launches = self.fixed * (TRAINING_LAUNCHES if training else 1)
         return (max(busy, launches) if device.kind == "cuda" else busy + self.fixed) * device.forward + self.images

@@ -235,11 +235,8 @@ def shares_prefix(job: Job, role: Role, on_gpu: bool) -> bool:
 def tokens_of(job: Job, role: Role, rows: float, on_gpu: bool) -> Tokens:
     """The tokens of `rows` sequences on one rank. A shared prefix counts once for the samples that are together."""
     # balancing the ranks spreads the samples of a prompt over them
-    together = min(job.samples / role.layout.data, rows) if shares_prefix(job, role, on_gpu) else 1
-    together = max(1.0, together)
+    together = max(1.0, min(job.samples / role.layout.data, rows)) if shares_prefix(job, role, on_gpu) else 1.0
     share = 1 / role.layout.sequence
-    if role.shape.padded:  # at most to the longest
-        share *= job.length / (job.prompt_tokens + job.response_tokens)
     return Tokens(share * rows / together * job.prompt_tokens, share * rows * job.response_tokens)
 
 

@@ -43,10 +43,8 @@ def _means(values: Sequence[float], before: int, after: int) -> list[float]:
 
 
 def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:
-    """Limits of an axis that a few outliers do not stretch; None if there are none.
-
-    An outlier is further from the middle half of the values than four times its width, and there may be at most 5 %.
-    """
+    """Limits of an axis that a few outliers do not stretch; None if there are none. An outlier is further from the
+    middle half of the values than four times its width, and there may be at most 5 %."""
     ordered = sorted(values)
     if len(ordered) < 8:
         return None
@@ -82,10 +80,7 @@ def save_comparison(
     runs: Sequence[RecordedRun], out_png: str | Path, keys: Sequence[str] | None = None, names: Sequence[str] = ()
 ) -> Path:
     """Plot the same metrics of several runs into a PNG and return its path. The legend is `names`, or what differs.
-
-    Raises:
-        ValueError: as `save_curves`.
-    """
+    Raises ValueError as `save_curves`."""
     algorithms = {run.algorithm for run in runs}
     models = {run.model for run in runs}
     title = " · ".join(name for names in (algorithms, models) if len(names) == 1 for name in names - {"unknown"})
@@ -96,7 +91,11 @@ def _save(
     runs: Sequence[RecordedRun], names: Sequence[str], out_png: str | Path, keys: Sequence[str] | None, title: str
 ) -> Path:
     panels, names, title = _panels(runs, keys), [_escape_text(name) for name in names], _escape_text(title)
-    figure = _figure(len(panels))
+    try:  # without pyplot, which has global state and may need a display
+        matplotlib = importlib.import_module("matplotlib.figure")
+    except ModuleNotFoundError as error:
+        raise ValueError("plotting needs matplotlib, which is not installed: pip install matplotlib") from error
+    figure = matplotlib.Figure(figsize=(4.2 * len(panels), 3.8), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for index, (axis, (panel, metric)) in enumerate(zip(axes, panels.items())):
         plotted: list[float] = []
@@ -167,12 +166,3 @@ def _finish(axis: Any, title: str, values: Sequence[float]) -> None:
 def _escape_text(text: str) -> str:
     """A text for a plot, without formulas, which `$` begins, and control characters."""
     return printable(text).replace("$", r"\$")
-
-
-def _figure(panels: int):
-    """Create a figure without pyplot, which has global state and may need a display."""
-    try:
-        matplotlib = importlib.import_module("matplotlib.figure")
-    except ModuleNotFoundError as error:
-        raise ValueError("plotting needs matplotlib, which is not installed: pip install matplotlib") from error
-    return matplotlib.Figure(figsize=(4.2 * panels, 3.8), layout="constrained")

@@ -58,11 +58,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def format_fixed(value: float, width: int) -> str:
-    """Format with as many digits as fit into `width` characters (at least 4), right-aligned: `0.625`, `12.50`, `1e-05`.
-
-    The width of a column does not depend on its values, so that lines below each other align. A value too small for
-    that, such as 2e-10 in 4 characters, is 0.
-    """
+    """Format with as many digits as fit into `width` characters (at least 4), right-aligned, so that lines below each
+    other align: `0.625`, `12.50`, `1e-05`. A value too small for that, such as 2e-10 in 4 characters, is 0."""
     for digits in range(width - 2, -1, -1):
         text = f"{value:.{digits}f}"
         if len(text) <= width:
@@ -93,10 +90,8 @@ def format_duration(seconds: float) -> str:
 
 
 def headline_values(metrics: Mapping[str, float], keep: Collection[str] = ()) -> dict[str, float]:
-    """Return label -> value of the headline metrics.
-
-    Equal reward, accuracy and net reward are there once, except the labels in `keep`.
-    """
+    """Label -> value of the headline metrics. Equal reward, accuracy and net reward are there once, except the labels
+    in `keep`."""
     values: dict[str, float] = {}
     for label, names in HEADLINES.items():
         name = next((name for name in names if name in metrics), None)
@@ -108,11 +103,9 @@ def headline_values(metrics: Mapping[str, float], keep: Collection[str] = ()) ->
 
 
 def format_headline(metrics: Mapping[str, float], keep: Collection[str] = ()) -> dict[str, str]:
-    """Return label -> text for the headline metrics, in display order, then the core validation results. keep: as in
-    `headline_values`.
-
-    If a custom flow has none of these metrics, all of its metrics are shown, except timings and memory.
-    """
+    """Label -> text for the headline metrics, in display order, then the core validation results. keep: as in
+    `headline_values`. If a custom flow has none of these metrics, all of its metrics are shown, except timings and
+    memory."""
     texts = {label: format_number(value) for label, value in headline_values(metrics, keep).items()}
     names = [name for name in metrics if name.startswith(("val-core/", "val/"))]
     if not texts and not names:
@@ -184,10 +177,8 @@ def core_results(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw values as at most `width` blocks, from ▁ (minimum) to █ (maximum). Equal values give a line in the middle.
-
-    If there are more values than blocks, a block is the mean of adjacent values. NaN and infinity are skipped.
-    """
+    """Draw values as at most `width` blocks, from ▁ (minimum) to █ (maximum), each the mean of adjacent values. Equal
+    values give a line in the middle. NaN and infinity are skipped."""
     values = [value for value in values if math.isfinite(value)]
     if not values or width < 1:
         return ""

@@ -96,10 +96,8 @@ class RunRecord:
             logger.warning("the state of the run (%s) is not recorded in %s: %s", state, self.folder, failed)
 
     def resume(self, step: int) -> None:
-        """Drop the steps after the checkpoint that the run resumes from; 0 for a new run.
-
-        Results of an earlier run that is not resumed are moved to `earlier_runs/`.
-        """
+        """Drop the steps after the checkpoint that the run resumes from; 0 for a new run. Results of an earlier run
+        that is not resumed are moved to `earlier_runs/`."""
         self._step = step
         if step == 0 and self._is_new:
             self._set_aside()
@@ -130,12 +128,7 @@ class RunRecord:
         logger.info("this run starts at step 0: the results of the run before it are moved to %s", aside)
 
     def add_step(self, step: int, make: Callable[[], Mapping[str, Any]], last: bool) -> None:
-        """Write the record of a step, if its turn has come.
-
-        Args:
-            make: called only if the step is recorded.
-            last: always record this step.
-        """
+        """Write the record of a step that `make` returns, if its turn has come, or it is the last one."""
         self._step = step
         if self._broken or ((step - 1) % self._every and not last):
             return

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import socket
 import sys
 import time
@@ -19,10 +20,8 @@ from verl.utils.paths import resolved
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file; none if there is no file. NaN and Infinity are None.
-
-    Damaged lines, as of a killed process, are skipped.
-    """
+    """The objects of a JSONL file; none if there is no file. NaN and Infinity are None. Damaged lines, as of a killed
+    process, are skipped."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -55,14 +54,9 @@ def write_lines(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
 
 
 def open_steps(path: Path, resume_step: int, is_complete: bool = False) -> TextIO:
-    """Open a JSONL file to append to it, without the lines of steps after `resume_step`.
-
-    These lines, and those that are damaged, are moved to `<name>.dropped.jsonl`.
-
-    Args:
-        resume_step: 0: a run from the beginning, which writes step 0 (its first validation) too, so no line is kept.
-        is_complete: whether every step has a line; a file that ends before `resume_step` is logged as a warning.
-    """
+    """Open a JSONL file to append to it, without the lines of steps after `resume_step` and those that are damaged,
+    which are moved to `<name>.dropped.jsonl`. 0: a run from the beginning, so no line is kept. is_complete: whether
+    every step has a line; a file that ends before `resume_step` is logged as a warning."""
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     steps = [_read_step(line) for line in lines]
     kept = [step is not None and resume_step > 0 and step <= resume_step for step in steps]
@@ -111,10 +105,8 @@ _GREEDY = ("actor_rollout_ref.rollout.val_kwargs.do_sample", "actor_rollout_ref.
 
 
 def read_metrics(metrics_jsonl: str | Path) -> dict[str, Series]:
-    """Return name -> [(step, value)], sorted by step.
-
-    Values that are not finite numbers, and lines without the number of a step, are skipped.
-    """
+    """Name -> [(step, value)], sorted by step. Values that are not finite numbers, and lines without the number of a
+    step, are skipped."""
     path = Path(metrics_jsonl)
     if not path.is_file():
         raise ValueError(f"{path} does not exist: expected the file that the tracker jsonl writes (trainer.logger)")
@@ -130,12 +122,7 @@ def read_metrics(metrics_jsonl: str | Path) -> dict[str, Series]:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run in its folder.
-
-    Attributes:
-        folder: trainer.default_local_dir of the run.
-        about: content of run.json; empty for a run that has none.
-    """
+    """A run in its folder, trainer.default_local_dir. about: content of run.json; empty for a run that has none."""
 
     folder: Path
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -232,11 +219,8 @@ class RecordedRun:
 
 
 def open_run(folder: str | Path) -> RecordedRun:
-    """Read a run. If run.json cannot be read, a warning is logged, and names and settings are unknown.
-
-    Raises:
-        ValueError: if the folder has neither run.json nor metrics.jsonl.
-    """
+    """Read a run. If run.json cannot be read, a warning is logged, and names and settings are unknown. Raises
+    ValueError if the folder has neither run.json nor metrics.jsonl."""
     folder = Path(folder)
     if not (folder / "run.json").is_file() and not (folder / "metrics.jsonl").is_file():
         runs = run_folders(folder)
@@ -268,8 +252,7 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 def run_folders(folder: str | Path) -> list[Path]:
     """The folders of the runs in a folder and its subfolders, the newest first. Reads no file."""
-    folders = _search(Path(folder), _DEPTH) if Path(folder).is_dir() else ()
-    return sorted(folders, key=_last_write, reverse=True)
+    return sorted(_search(Path(folder)) if Path(folder).is_dir() else (), key=_last_write, reverse=True)
 
 
 def _last_write(folder: Path) -> float:
@@ -277,29 +260,23 @@ def _last_write(folder: Path) -> float:
     return max((path.stat().st_mtime for path in files if path.is_file()), default=time.time())
 
 
-def _search(folder: Path, depth: int) -> Iterator[Path]:
-    if (folder / "run.json").is_file() or (folder / "metrics.jsonl").is_file():
-        yield folder
-    for path in _entries(folder) if depth else ():
-        if path.is_dir() and not path.name.startswith((".", "global_step_")):
-            yield from _search(path, depth - 1)
+def _search(folder: Path) -> Iterator[Path]:
+    """The runs in a folder. One that may not be read is logged as a warning."""
 
+    def skip(error: OSError) -> None:
+        logger.warning("%s is not searched: %s", error.filename, error)
 
-def _entries(folder: Path) -> list[Path]:
-    """The entries of a folder; none, with a warning, if it may not be read."""
-    try:
-        return list(folder.iterdir())
-    except OSError as error:
-        logger.warning("%s is not searched: %s", folder, error)
-        return []
+    for path, folders, files in os.walk(folder, onerror=skip, followlinks=True):
+        if {"run.json", "metrics.jsonl"} & {*files}:
+            yield Path(path)
+        is_deepest = len(Path(path).relative_to(folder).parts) == _DEPTH
+        folders[:] = [name for name in folders if not (is_deepest or name.startswith((".", "global_step_")))]
 
 
 def differing_settings(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
-    """Key -> the value in each run, for the settings that differ. None: the run has no such key.
-
-    A default that follows from another setting is not a setting of the user: if every run has recorded its changed
-    keys, only keys that one of them has changed count.
-    """
+    """Key -> the value in each run, for the settings that differ. None: the run has no such key. If every run has
+    recorded its changed keys, only these count: a default that follows from another setting is not a setting of the
+    user."""
     is_known = all(run.about.get("changed") for run in runs)
     keys = dict.fromkeys(key for run in runs for key in (run.about["changed"] if is_known else run.config))
     table = {key: [run.config.get(key) for run in runs] for key in keys if key not in _NAMES}

@@ -32,11 +32,8 @@ _PREFIX = "data:image/"
 
 
 def thumbnails(data: Mapping[str, Any] | None) -> list[str]:
-    """Data URIs of the first images of a prompt, or of the first frames of its videos; of a few kB each.
-
-    Args:
-        data: an entry of the column multi_modal_data; None in a text-only row.
-    """
+    """Data URIs of the first images of a prompt, or of the first frames of its videos; of a few kB each. data: an entry
+    of the column multi_modal_data; None in a text-only row."""
     from PIL import Image
 
     videos = (video[0] if isinstance(video, tuple) else video for video in (data or {}).get("videos", ()))
@@ -69,13 +66,8 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Run:
-    """The tracked run.
-
-    Attributes:
-        config: flat: key.with.dots -> value.
-        resume_step: step of the checkpoint it resumes from, 0 for a new run.
-        progress: the display of a trainer, which the tracker `console` updates.
-    """
+    """The tracked run. config: flat: key.with.dots -> value. resume_step: step of the checkpoint it resumes from, 0 for
+    a new run. progress: the display of a trainer, which the tracker `console` updates."""
 
     project_name: str
     experiment_name: str
@@ -85,10 +77,8 @@ class Run:
     progress: TrainingProgress | None = None
 
     def tracker_id(self, tracker: str, make: Callable[[], str]) -> str:
-        """The id of this run in a service: the one it had before the resume, otherwise a new one.
-
-        It is saved next to the checkpoints, for the next resume.
-        """
+        """The id of this run in a service: the one it had before the resume, otherwise a new one. It is saved next to
+        the checkpoints, for the next resume."""
         file = self.folder / "tracker_ids.json"
         ids = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         if not self.resume_step or tracker not in ids:

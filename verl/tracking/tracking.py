@@ -55,14 +55,8 @@ SLOW_SECONDS = 60.0
 
 
 class _Caller:
-    """Calls one tracker. Failures are logged and counted, not raised.
-
-    Args:
-        background: make all calls in a thread, in order.
-
-    Raises:
-        ValueError: the tracker cannot be constructed, or takes longer than START_SECONDS.
-    """
+    """Calls one tracker. Failures are logged and counted, not raised. background: make all calls in a thread, in order.
+    Raises ValueError if the tracker cannot be constructed, or takes longer than START_SECONDS."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], background: bool):
         self.name = name

@@ -245,10 +245,7 @@ class Trainer(ABC):
 
     def _recover(self, error: BaseException) -> bool:
         """After an error, do what a guard decides: undo the step, roll back or restart. Otherwise end the workers.
-
-        Returns:
-            Whether the run continues. Raises the error that a guard has replaced it by.
-        """
+        Returns whether the run continues. Raises the error that a guard has replaced it by."""
         action, last = decide(self.guards, self.view, error)
         if action not in (None, ROLL_BACK, RESTART):  # the step is undone
             return True
@@ -411,11 +408,8 @@ class Trainer(ABC):
         return self.checkpointer.save(self.global_step)
 
     def load(self) -> None:
-        """Resume from the newest complete checkpoint, or from trainer.resume_from_path; otherwise do nothing.
-
-        Raises:
-            ValueError: this trainer has completed steps, but there is no checkpoint with their weights.
-        """
+        """Resume from the newest complete checkpoint, or from trainer.resume_from_path; otherwise do nothing. Raises
+        ValueError if this trainer has completed steps, but there is no checkpoint with their weights."""
         view, step = self.view, self.checkpointer.load()
         if step == 0 and view.step > 0:
             raise ValueError(

@@ -50,11 +50,7 @@ def main(
 
 
 def main_of(config_name: str) -> Callable[[list[str] | None], int]:
-    """`main` of another command of public verl.
-
-    Args:
-        config_name: the configuration of that command, unless its arguments select one.
-    """
+    """`main` of another command of public verl. config_name: its configuration, unless its arguments select one."""
 
     def main_with_config(arguments: list[str] | None = None) -> int:
         arguments = sys.argv[1:] if arguments is None else arguments

@@ -131,10 +131,6 @@ class PPOTrainer(Trainer):
         #: input, output, score, ... of every response of the last validation
         self.validation_texts: list[dict[str, Any]] = []
         super().__init__(run, prompt_source(run.config.data, inputs))
-        self._set_up()
-
-    def _set_up(self) -> None:
-        """Make the specs of the workers and the pipeline of the validation."""
         specs = self.worker_specs().items()
         self.specs = {role: replace(spec, imports=tuple(self.config.imports)) for role, spec in specs}
         if self.config.trainer.overlap:

@@ -12,11 +12,8 @@ from verl.utils.rng import rng_state, set_rng_state
 
 
 class FlowRunner:
-    """Runs all operators of a step in the thread of `fit`, one after the other.
-
-    Attributes:
-        keeps_workers: whether workers may stay for another `fit`, and load a checkpoint while they run.
-    """
+    """Runs all operators of a step in the thread of `fit`, one after the other. keeps_workers: whether workers may stay
+    for another `fit`, and load a checkpoint while they run."""
 
     keeps_workers = True
 
@@ -30,14 +27,8 @@ class FlowRunner:
         return self.pipeline
 
     def run(self) -> tuple[DataProto, dict[str, float], float]:
-        """Run the flow until it returns a batch.
-
-        Returns:
-            The batch, the seconds of each operator, and those of all runs.
-
-        Raises:
-            UnfinishedStep: the run is to end, and the step needs further samples.
-        """
+        """Run the flow until it returns a batch: that, the seconds of each operator, and those of all runs. Raises
+        UnfinishedStep if the run is to end, and the step needs further samples."""
         timings, seconds = Counter[str](), 0.0
         while True:
             batch = self.pipeline.run()

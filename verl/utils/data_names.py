@@ -17,13 +17,8 @@ _SPLIT_FILE = re.compile(r"(train|test|validation|valid|val|dev|eval)([-_]\d.*)?
 
 @dataclass(frozen=True)
 class DataName:
-    """An entry of `data.train_files` that is not a file: PATH, PATH@CONFIG, PATH:SPLIT or PATH@CONFIG:SPLIT.
-
-    Attributes:
-        path: a folder, or the name of a dataset on the hub.
-        config: the configuration of the dataset (`main` of openai/gsm8k); None: its default.
-        split: the split; None: not given.
-    """
+    """An entry of `data.train_files` that is not a file: PATH, PATH@CONFIG, PATH:SPLIT or PATH@CONFIG:SPLIT. path: a
+    folder, or the name of a dataset on the hub. config (`main` of openai/gsm8k), split: None: not given."""
 
     path: str
     config: str | None = None
@@ -66,11 +61,8 @@ def with_split(entry: str, split: str) -> str:
 
 
 def source_name(entry: str | Path) -> str:
-    """The data source of rows without one: the name of their file or dataset.
-
-    Of a file, the name without suffix, or the name of the folder if the file is named after a split (train.parquet,
-    test-00000-of-00001.parquet). Of a hub dataset, OWNER/NAME. Of a folder, its name.
-    """
+    """The data source of rows without one: the name of their file without suffix, or of its folder if the file is named
+    after a split (train.parquet, test-00000-of-00001.parquet); OWNER/NAME of a hub dataset; the name of a folder."""
     if not is_data_file(entry):
         name = DataName.parse(entry)
         return resolved(name.path).name if name.is_folder else name.path

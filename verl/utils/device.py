@@ -57,10 +57,8 @@ def resolve_device(name: str = "auto", local_rank: int = 0) -> torch.device:
 
 
 def resolve_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the torch dtype for a config value: fp64, fp32, bf16, fp16, their long forms, or "auto".
-
-    "auto" is bfloat16 on a GPU with hardware support, otherwise float32. Raises ValueError for any other value.
-    """
+    """The torch dtype for a config value: fp64, fp32, bf16, fp16, their long forms, or "auto": bfloat16 on a GPU with
+    hardware support, otherwise float32. Raises ValueError for any other value."""
     if isinstance(name, torch.dtype):
         return name
     if name == "auto":
@@ -87,10 +85,8 @@ def process_rss() -> int:
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Exclude what exists from garbage collection, which takes longer the more objects there are.
-
-    Does nothing if the program has called `gc.freeze` itself.
-    """
+    """Exclude what exists from garbage collection, which takes longer the more objects there are. Does nothing if the
+    program has called `gc.freeze` itself."""
     if gc.get_freeze_count():
         yield
         return

@@ -39,11 +39,9 @@ class DiskFullError(DiskError):
 
 
 def disk_full_reason(error: BaseException, folder: Path) -> str | None:
-    """Return the system's message if `error` was caused by a full disk, otherwise None.
-
-    torch and safetensors raise "file write failed" without the reason, and errors of other processes are text. So this
-    tries another small write into `folder`. Call it before the incomplete files are removed.
-    """
+    """The system's message if `error` was caused by a full disk, otherwise None. torch and safetensors raise "file
+    write failed" without the reason, and errors of other processes are text: this tries another small write into
+    `folder`. Call it before the incomplete files are removed."""
     if (cause := _cause(error, _NO_SPACE, folder)) is not None:
         return os.strerror(cause.errno)
     probe = folder / ".disk_probe"
@@ -130,13 +128,8 @@ class InUseError(ValueError):
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock a folder while the block runs. Creates the folder if needed.
-
-    The lock is on the file `.in_use`, which is removed afterwards. The file of a killed run is not locked.
-
-    Raises:
-        InUseError: if another run has locked the folder.
-    """
+    """Lock a folder while the block runs, by the file `.in_use`, which is removed afterwards; that of a killed run is
+    not locked. Creates the folder if needed. Raises InUseError if another run has locked it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
     descriptor = _open_locked(path)
@@ -168,8 +161,9 @@ def _open_locked(path: Path) -> int:
             raise ValueError(f"{path} is not a regular file: expected the lock file of a run there; remove it")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_same_file(descriptor, path):
-                return descriptor
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    return descriptor
         except BlockingIOError:
             owner = os.read(descriptor, 1000).decode(errors="replace")
             os.close(descriptor)
@@ -183,10 +177,3 @@ def _open_locked(path: Path) -> int:
             logger.warning("%s is on a file system without locks: make sure that no other run uses it", path.parent)
             return descriptor
         os.close(descriptor)
-
-
-def _is_same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False

@@ -101,14 +101,9 @@ class _TerminalHandler(logging.Handler):
 
 
 def setup_logging(level: int | str | None = None) -> None:
-    """Log to the console: with colors on a terminal, plain lines otherwise.
-
-    A program that has configured logging keeps its handlers. Calling this again only changes the level.
-
-    Args:
-        level: level of the logger "verl". None keeps a level that is already set, otherwise uses VERL_LOGGING_LEVEL,
-            otherwise INFO.
-    """
+    """Log to the console: with colors on a terminal, plain lines otherwise. A program that has configured logging keeps
+    its handlers; calling this again only changes the level of the logger "verl". None keeps one that is set, otherwise
+    uses VERL_LOGGING_LEVEL, otherwise INFO."""
     logger = logging.getLogger("verl")
     if level is not None or logger.level == logging.NOTSET:
         level = os.environ.get("VERL_LOGGING_LEVEL", "INFO") if level is None else level
@@ -132,9 +127,7 @@ def announce_loading() -> None:
 
 
 def setup_worker_logging(rank: int) -> None:
-    """Log to the console from a worker process.
-
-    INFO is logged by rank 0 only, since all ranks of a role would log the same; warnings are logged by every rank.
-    """
+    """Log to the console from a worker process: INFO by rank 0 only, since all ranks of a role would log the same;
+    warnings by every rank."""
     quiet = rank > 0 and "VERL_LOGGING_LEVEL" not in os.environ
     setup_logging(logging.WARNING if quiet else None)

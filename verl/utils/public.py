@@ -125,10 +125,8 @@ def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step
 
 
 def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0) -> bool:
-    """Whether the instance may end before another step is saved. All durations in seconds.
-
-    Its end is the Unix time of a variable that elastic instances of two clouds set; without it the answer is False.
-    """
+    """Whether the instance may end before another step is saved. All durations in seconds. Its end is the Unix time of
+    a variable that elastic instances of two clouds set; without it the answer is False."""
     names = "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"
     end = next((os.environ[name] for name in names if os.environ.get(name)), None)
     if end is None or max_steps_duration <= 0:

@@ -34,11 +34,7 @@ def bypass_proxies() -> None:
 def tcp_store(
     host: str, port: int, world_size: int | None, is_master: bool, timeout: timedelta, wait_for_workers: bool = True
 ) -> "TCPStore":
-    """A TCPStore whose master listens on `host` only.
-
-    Raises:
-        ValueError: the master cannot listen at this address.
-    """
+    """A TCPStore whose master listens on `host` only. Raises ValueError if the master cannot listen at this address."""
     from torch.distributed import TCPStore
 
     if not is_master:
@@ -57,11 +53,7 @@ def tcp_store(
 
 def join_default_group(backend: str, timeout: timedelta | None = None) -> None:
     """Join the process group of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Rank 0 listens on MASTER_ADDR only.
-
-    Args:
-        backend: as in `torch.distributed.init_process_group`.
-        timeout: of the collectives; None: torch's default.
-    """
+    backend: as in `torch.distributed.init_process_group`. timeout: of the collectives; None: torch's default."""
     from torch import distributed as dist
     from torch.distributed.constants import default_pg_timeout
 
@@ -77,12 +69,9 @@ def join_default_group(backend: str, timeout: timedelta | None = None) -> None:
 
 
 def use_interface_to(host: str) -> None:
-    """Let Gloo and NCCL use the network interface over which this process reaches rank 0.
-
-    Left to themselves, Gloo takes the address that the name of this host resolves to, often 127.0.1.1, and NCCL the
-    first interface that is up. Each rank decides for its own host, where the interface may have another name. Variables
-    that are set already keep their values.
-    """
+    """Let Gloo and NCCL use the network interface, which each rank finds for its own host, over which this process
+    reaches rank 0. By default, Gloo takes the address of the host's name, often 127.0.1.1, and NCCL the first interface
+    that is up. Variables that are set already keep their values."""
     interface = interface_to(host)
     for name in _INTERFACE_VARIABLES if interface else ():
         os.environ.setdefault(name, interface)

@@ -19,11 +19,9 @@ def seed_everything(seed: int) -> None:
 
 
 def fork_seed(*keys: int | str) -> int:
-    """Derive a seed in [0, 2^63) from its arguments only: `fork_seed(seed, "rollout", step, sample_id)`.
-
-    Equal arguments give the same seed on every machine and in every process; different ones give unrelated seeds. So
-    random numbers depend on their purpose and not on how many were drawn before.
-    """
+    """Derive a seed in [0, 2^63) from its arguments only: `fork_seed(seed, "rollout", step, sample_id)`. It is the same
+    on every machine and in every process, so that random numbers depend on their purpose and not on how many were drawn
+    before."""
     digest = hashlib.blake2b(digest_size=8)
     for key in keys:
         if isinstance(key, str):
@@ -38,11 +36,8 @@ def fork_seed(*keys: int | str) -> int:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of all generators of this process.
-
-    It consists of plain values and tensors, so that `torch.load(weights_only=True)` can read it. "cuda" has one state
-    per visible GPU; it is empty if this process has not used a GPU.
-    """
+    """The state of all generators of this process, as plain values and tensors that `torch.load(weights_only=True)`
+    reads. "cuda" has one state per visible GPU; it is empty if this process has not used a GPU."""
     version, internal, gauss = random.getstate()
     algorithm, keys, position, has_gauss, cached = np.random.get_state()
     return {
@@ -54,11 +49,8 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore the generators to a state returned by `rng_state`.
-
-    States of GPUs that this process does not have are skipped with a warning; sampling will then differ from the saved
-    run.
-    """
+    """Restore the generators to a state returned by `rng_state`. States of GPUs that this process does not have are
+    skipped with a warning; sampling will then differ from the saved run."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     algorithm, keys, *rest = state["numpy"]

@@ -39,13 +39,8 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """The chunk of a parameter that a training rank has.
-
-    Attributes:
-        name: HuggingFace name.
-        shape: of the full parameter.
-        box: the chunk; may be empty.
-    """
+    """The chunk (box, which may be empty) of a parameter that a training rank has. name: of HuggingFace. shape: of the
+    full parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,10 +63,8 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def boxes_of(shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> list[Box]:
-    """The block of `size` at `offset` of a parameter, as boxes of the matrix that the parameter is read as.
-
-    Dimensions after the third are in the block in full.
-    """
+    """The block of `size` at `offset` of a parameter, as boxes of the matrix that the parameter is read as. Dimensions
+    after the third are in the block in full."""
     if len(shape) < 3:
         (top, left), (rows, columns) = (*offset, 0, 0)[:2], (*size, 1, 1)[:2]
         return [Box(top, top + rows, left, left + columns)]

@@ -45,12 +45,8 @@ def hf_processor(name_or_path: str, **kwargs: Any) -> Any:
 
 def decode_all(tokenizer: Any, rows: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
     """Like `tokenizer.batch_decode`, in the threads of the tokenizers library if it alone produces the text.
-
-    transformers decodes one sequence at a time: 0.1 s for 512 responses of 512 tokens.
-
-    Args:
-        rows: token ids of each response.
-    """
+    transformers decodes one sequence at a time: 0.1 s for 512 responses of 512 tokens. rows: token ids of each
+    response."""
     from transformers import PreTrainedTokenizerFast
 
     uses_backend = isinstance(tokenizer, PreTrainedTokenizerFast) and not tokenizer.clean_up_tokenization_spaces

@@ -89,10 +89,8 @@ class ActorWorker(RolloutMethods, EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_to_rollout(self, address: tuple[str, int], size: int) -> None:
-        """Join the process group of the weight sync, concurrently with the rollout's `connect_to_actor`.
-
-        Rank 0 sends; the other ranks only take part in gathering the weights.
-        """
+        """Join the process group of the weight sync, concurrently with the rollout's `connect_to_actor`. Rank 0 sends;
+        the other ranks only take part in gathering the weights."""
         rollout, group = self.config.rollout, None
         if self.rank == 0:
             group = weight_sync.TransferGroup(address, 0, size, self.device, self.config.nccl_timeout or NO_TIMEOUT)
@@ -146,10 +144,8 @@ class ActorWorker(RolloutMethods, EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, batch: DataProto) -> dict[str, Any]:
-        """One pass over this rank's rows, in order. Reads the meta_info of `update_pass`.
-
-        Without the column old_log_probs, the rows must be one mini-batch: the current policy is the old policy.
-        """
+        """One pass over this rank's rows, in order. Reads the meta_info of `update_pass`. Without the column
+        old_log_probs, the rows must be one mini-batch: the current policy is the old policy."""
         actor = self.config.actor
         settings = {**self.correction.model_dump(), **actor.loss_settings}
         micro = update_micro_batching(actor)

@@ -18,13 +18,8 @@ from verl.protocol import DataProto
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int], outputs: int, value_head: bool = False) -> float:
-    """FLOPs of a forward pass.
-
-    Args:
-        lengths: tokens of each row.
-        outputs: positions at which logits are computed.
-        value_head: one output instead of logits.
-    """
+    """FLOPs of a forward pass over rows of these lengths, in tokens. outputs: positions at which logits are computed.
+    value_head: one output instead of logits."""
     head = shape.hidden if value_head else shape.embedding
     attention = 4 * shape.q_size * shape.layers * sum(length * (length + 1) / 2 for length in lengths)
     return 2 * (sum(lengths) * shape.matrices() + outputs * head) + attention
@@ -43,10 +38,8 @@ class Utilization:
     def find(
         cls, model: schema.ModelConfig, kind: str, device: torch.device, ranks: int, dtype: str
     ) -> "Utilization | None":
-        """The utilization of a model; None if its shape or the peak rate of the device is unknown, or in float32.
-
-        kind: as in `EngineSpec`. ranks: those that share a row. dtype: of the computation.
-        """
+        """The utilization of a model; None if its shape or the peak rate of the device is unknown, or in float32. kind:
+        as in `EngineSpec`. ranks: those that share a row. dtype: of the computation."""
         if device.type != "cuda" or dtype in ("fp32", "float32"):
             return None
         gpu = known_gpu(torch.cuda.get_device_name(device))

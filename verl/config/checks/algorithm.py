@@ -18,10 +18,8 @@ _ALGORITHMS = Path(__file__).parents[2] / "algorithms"
 
 @functools.cache
 def declared_signature(decorator: str, name: str) -> ast.arguments | None:
-    """The signature of a built-in function that is registered by `@decorator("name")`; None: there is none.
-
-    It is read from the source: to import an estimator would import torch.
-    """
+    """The signature of a built-in function that is registered by `@decorator("name")`; None: there is none. It is read
+    from the source: to import an estimator would import torch."""
     registered = re.compile(rf"""^@{decorator}\("{re.escape(name)}"[,)]""", re.M)
     for file in sorted(_ALGORITHMS.glob("*.py")):
         text = file.read_text(encoding="utf-8")
@@ -43,11 +41,7 @@ def may_have_critic(config: Config) -> bool:
 
 
 def check_critic(config: Config, needed: bool) -> Iterator[Problem]:
-    """`critic.enable` must match the advantage estimator.
-
-    Args:
-        needed: whether the estimator reads values.
-    """
+    """`critic.enable` must match the advantage estimator. needed: whether the estimator reads values."""
     enable, estimator = config.critic.enable, config.algorithm.adv_estimator
     if enable is False and needed:
         yield Problem(

@@ -121,9 +121,8 @@ def check_rollout_ranks(config: Config) -> Iterator[Problem]:
 
 def check_generation_ranks(config: GenerationConfig) -> Iterator[Problem]:
     """The same without training."""
-    yield from _check_tensor_parallel(
-        "rollout.", config.rollout, config.trainer.nnodes * config.trainer.n_gpus_per_node
-    )
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    yield from _check_tensor_parallel("rollout.", config.rollout, ranks)
 
 
 def _check_tensor_parallel(prefix: str, rollout: RolloutEngineConfig, ranks: int | None) -> Iterator[Problem]:

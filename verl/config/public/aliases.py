@@ -86,18 +86,6 @@ def _vllm(value: Any, lookup: Lookup) -> dict[str, Any]:
     return {}
 
 
-def _actor_type(value: Any, lookup: Lookup) -> dict[str, Any]:
-    """A training engine, or a rollout engine that generates with the actor."""
-    return {_ARR + ("rollout.name" if value in ("vllm", "sglang") else "actor.strategy"): value}
-
-
-def _backend(value: Any, lookup: Lookup) -> dict[str, Any]:
-    """`trainer.backend` is the executor; in the short form of the configuration it is the training engine."""
-    if value in ("fsdp", "fsdp2", "megatron"):
-        return {_ARR + "actor.strategy": value}
-    return {"trainer.backend": value}
-
-
 def _staleness(value: Any, lookup: Lookup) -> dict[str, Any]:
     """Samples generated ahead, as a fraction of those between two weight syncs -> staleness in updates."""
     return _ahead(value, _updates(lookup))
@@ -117,10 +105,6 @@ def _updates(lookup: Lookup) -> int:
     return 1 if updates is None else _int(updates)
 
 
-def _sync_step(value: Any, lookup: Lookup) -> dict[str, Any]:
-    return {} if lookup("async_training.staleness_threshold") is not None else _staleness(0, lookup)
-
-
 def _require_batches(value: Any, lookup: Lookup) -> dict[str, Any]:
     batch, expected = _int(lookup("data.train_batch_size")), _prompts_of_update(lookup)
     if batch not in (0, expected):
@@ -137,21 +121,9 @@ def _prompts_of_update(lookup: Lookup) -> int:
 
 
 def _is_fully_async(lookup: Lookup) -> bool:
-    keys = ("staleness_threshold", "trigger_parameter_sync_step", "require_batches", "partial_rollout")
-    keys += ("compute_prox_log_prob",)
-    by_key = any(lookup(f"async_training.{key}") is not None for key in keys)
+    keys = "staleness_threshold trigger_parameter_sync_step require_batches partial_rollout compute_prox_log_prob"
+    by_key = any(lookup(f"async_training.{key}") is not None for key in keys.split())
     return by_key or lookup("trainer.v1.trainer_mode") in ("separate_async", "fully_async")
-
-
-def _train_batch_size(value: Any, lookup: Lookup) -> dict[str, Any]:
-    """0 in the scripts of the fully asynchronous trainer, which has other keys for it."""
-    is_computed = value == 0 and _is_fully_async(lookup)
-    return {"data.train_batch_size": _prompts_of_update(lookup) if is_computed else value}
-
-
-def _gen_batch_size(value: Any, lookup: Lookup) -> dict[str, Any]:
-    """1 in the same scripts: prompts are generated one by one, as with `trainer.async`."""
-    return {} if value == 1 and _is_fully_async(lookup) else {"data.gen_batch_size": value}
 
 
 def _rollout_steps(value: Any, lookup: Lookup) -> dict[str, Any]:
@@ -160,11 +132,6 @@ def _rollout_steps(value: Any, lookup: Lookup) -> dict[str, Any]:
     if _int(value) < batch:
         raise ValueError(f"found {value}, expected at least the {batch} prompts of a step")
     return {"trainer.total_training_steps": _int(value) // batch}
-
-
-def _rollout_test_freq(value: Any, lookup: Lookup) -> dict[str, Any]:
-    """Weight syncs -> steps; -1: never."""
-    return {"trainer.test_freq": _int(value) * (_updates(lookup) if _int(value) > 0 else 1)}
 
 
 def _old_log_probs(value: Any, lookup: Lookup) -> dict[str, Any]:
@@ -221,11 +188,6 @@ def _steps(key: str) -> Computed:
     return lambda value, lookup: {key: -1 if value is False else value}
 
 
-def _test_freq(value: Any, lookup: Lookup) -> dict[str, Any]:
-    """Scripts of the fully asynchronous trainer set the same number here and in `rollout.test_freq`, which it reads."""
-    return {} if lookup("rollout.test_freq") == value else _steps("trainer.test_freq")(value, lookup)
-
-
 def _same(key: str) -> Computed:
     """Another name of a key, for which null means the default."""
     return lambda value, lookup: {key: value}
@@ -264,26 +226,46 @@ _COMPUTED = {
         _ARR + "rollout.name": "sglang" if value == "sglang_async" else value
     },
     "async_training.staleness_threshold": _staleness,
-    "async_training.trigger_parameter_sync_step": _sync_step,
+    "async_training.trigger_parameter_sync_step": lambda value, lookup: (
+        {} if lookup("async_training.staleness_threshold") is not None else _staleness(0, lookup)
+    ),
     "async_training.require_batches": _require_batches,
     "async_training.use_rollout_log_probs": _old_log_probs,
     "async_training.compute_prox_log_prob": _prox_log_probs,
     "rollout.total_rollout_steps": _rollout_steps,
-    "rollout.test_freq": _rollout_test_freq,
-    "data.train_batch_size": _train_batch_size,
-    "data.gen_batch_size": _gen_batch_size,
+    # weight syncs -> steps; -1: never
+    "rollout.test_freq": lambda value, lookup: {
+        "trainer.test_freq": _int(value) * (_updates(lookup) if _int(value) > 0 else 1)
+    },
+    # 0 in the scripts of the fully asynchronous trainer, which has other keys for it
+    "data.train_batch_size": lambda value, lookup: {
+        "data.train_batch_size": _prompts_of_update(lookup) if value == 0 and _is_fully_async(lookup) else value
+    },
+    # 1 in the same scripts: prompts are generated one by one, as with `trainer.async`
+    "data.gen_batch_size": lambda value, lookup: (
+        {} if value == 1 and _is_fully_async(lookup) else {"data.gen_batch_size": value}
+    ),
     "trainer.v1.trainer_mode": _trainer_mode,
     # of older releases: only the newest checkpoint is kept
     "trainer.remove_previous_ckpt_in_save": _if_true(
         {"trainer.max_actor_ckpt_to_keep": 1, "trainer.max_critic_ckpt_to_keep": 1}
     ),
-    "trainer.test_freq": _test_freq,
+    # scripts of the fully asynchronous trainer set the same number here and in `rollout.test_freq`, which it reads
+    "trainer.test_freq": lambda value, lookup: (
+        {} if lookup("rollout.test_freq") == value else _steps("trainer.test_freq")(value, lookup)
+    ),
     "trainer.save_freq": _steps("trainer.save_freq"),
     "trainer.v1.separate_async.num_warmup_batches": _handled_elsewhere,
     "data.batch_size_per_gpu": lambda value, lookup: {"data.train_batch_size": _int(value) * _world_size(lookup)},
     "actor_rollout.use_vllm": _vllm,
-    "engine.actor_type": _actor_type,
-    "trainer.backend": _backend,
+    # a training engine, or a rollout engine that generates with the actor
+    "engine.actor_type": lambda value, lookup: {
+        _ARR + ("rollout.name" if value in ("vllm", "sglang") else "actor.strategy"): value
+    },
+    # the executor; in the short form of the configuration it is the training engine
+    "trainer.backend": lambda value, lookup: {
+        _ARR + "actor.strategy" if value in ("fsdp", "fsdp2", "megatron") else "trainer.backend": value
+    },
 } | {
     key: _per_gpu(key + "_per_gpu")
     for key in (
@@ -322,17 +304,6 @@ RL = Aliases(
 )
 
 
-def _chats(value: Any, lookup: Lookup) -> dict[str, Any]:
-    """`data.multiturn`, the form of older releases: a column of chats, if it is enabled."""
-    return {"data.messages_key": lookup("data.multiturn.messages_key") or "messages"} if _bool(value) else {}
-
-
-def _cpu_offload(value: Any, lookup: Lookup) -> dict[str, Any]:
-    if not _bool(value):
-        return {}
-    return {"engine.offload_policy" if _world_size(lookup) > 1 else "engine.param_offload": True}
-
-
 #: keys of public verl's `engine=megatron`, which replaces the section `engine`
 _OF_MEGATRON_SFT = (
     *(*_PARALLEL, "grad_offload", "seed", "override_transformer_config.*", "offload.*", "qat.*"),
@@ -350,9 +321,16 @@ SFT = Aliases(
     deprecated=_TABLES["sft"]["deprecated"],
     computed={
         "trainer.device": _device,
-        "data.multiturn.enable": _chats,
+        # the form of older releases: a column of chats, if it is enabled
+        "data.multiturn.enable": lambda value, lookup: (
+            {"data.messages_key": lookup("data.multiturn.messages_key") or "messages"} if _bool(value) else {}
+        ),
         "data.multiturn.messages_key": _handled_elsewhere,
-        "engine.cpu_offload": _cpu_offload,
+        "engine.cpu_offload": lambda value, lookup: (
+            {"engine.offload_policy" if _world_size(lookup) > 1 else "engine.param_offload": True}
+            if _bool(value)
+            else {}
+        ),
         "engine.offload_params": _handled_elsewhere,
         **_megatron_optimizer("optim."),
         "data.micro_batch_size": lambda value, lookup: {

@@ -25,13 +25,8 @@ KINDS = ("verl", "trl-grpo", "trl-sft")
 
 @dataclass
 class Conversion:
-    """A converted configuration.
-
-    Attributes:
-        schema: the schema of `values`.
-        values: dotted key -> value.
-        remarks: what is not in `values`, and what is wrong with them, one line each.
-    """
+    """A converted configuration: the schema of `values`, dotted key -> value, and remarks, one line each: what is not
+    in `values`, and what is wrong with them."""
 
     schema: type[Schema]
     values: dict[str, Any] = field(default_factory=dict)
@@ -47,15 +42,9 @@ class Conversion:
 
 
 def read_source(path: Path) -> tuple[Layer, list[str]]:
-    """Read a YAML or JSON file, or the words `key=value` of another text file, such as a script.
-
-    Returns:
-        The settings, and remarks on words that are not settings.
-
-    Raises:
-        ConfigError: there is no such file, or it is not valid.
-        ValueError: the file has no setting, or the script an unclosed quote.
-    """
+    """Read a YAML or JSON file, or the words `key=value` of another text file, such as a script. Returns the settings,
+    and remarks on words that are none. Raises ConfigError if there is no such file, or it is not valid, ValueError if
+    it has no setting, or an unclosed quote."""
     if path.suffix in (".yaml", ".yml", ".json") or not os.path.isfile(path):
         layer, remarks = read_yaml(path), []
     else:
@@ -82,17 +71,8 @@ def _read_words(path: Path) -> tuple[Layer, list[str]]:
 
 
 def convert(layer: Layer, source: str, schema: type[Schema], gpus: int) -> Conversion:
-    """Convert settings.
-
-    Args:
-        layer: settings with their origin.
-        source: one of `KINDS`, or auto.
-        schema: of a configuration of public verl.
-        gpus: GPUs of the TRL run.
-
-    Raises:
-        ValueError: `source` is none of these, or the settings are those of TRL's PPOConfig.
-    """
+    """Convert the settings of a configuration of public verl (`schema`) or TRL. source: one of `KINDS`, or auto. gpus:
+    of the TRL run. Raises ValueError for another source, or the settings of TRL's PPOConfig."""
     arguments = {key: setting.value for key, setting in layer.items()}
     if source == "auto":
         source = kind_of(arguments) or "verl"
@@ -165,11 +145,8 @@ def _why_unused(spelled: str, value: Any, schema: type[Schema]) -> str:
     known = upstream_key(key, schema.upstream)
     if known is None:
         return "no counterpart"
-    return (
-        f"no effect here ({known.instead})"
-        if known.ignored
-        else f"off in the file, and not supported here ({known.instead})"
-    )
+    effect = "no effect here" if known.ignored else "off in the file, and not supported here"
+    return f"{effect} ({known.instead})"
 
 
 def _other_defaults(settings: Layer, schema: type[Schema]) -> list[str]:

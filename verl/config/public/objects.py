@@ -69,10 +69,7 @@ def update_dict_with_config(dictionary: MutableMapping[str, Any], config: Any) -
 
 
 def validate_config(config: Any, use_reference_policy: bool = False, use_critic: bool = False) -> None:
-    """Check a configuration like a run does before it starts; a loaded one has been checked.
-
-    Raises:
-        ValueError: every problem, with its key and the fix.
-    """
+    """Check a configuration like a run does before it starts; a loaded one has been checked. Raises ValueError with
+    every problem, its key and the fix."""
     if not isinstance(config, Section):
         load_config(plain_config(config))

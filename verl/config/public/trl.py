@@ -18,12 +18,8 @@ RL, SFT, _SHORT = _TABLES["rl"], _TABLES["sft"], _TABLES["short"]
 
 
 def key_of(name: str, schema: str | None) -> str | None:
-    """Return the config key for an argument of TRL or a short name; None if it is neither.
-
-    Args:
-        name: the last part of an unknown key.
-        schema: as in `upstream_key`: "ppo", "sft" or another.
-    """
+    """Return the config key for `name`, an argument of TRL or a short name, the last part of an unknown key; None if it
+    is neither. schema: as in `upstream_key`."""
     return {"ppo": RL, "sft": SFT}.get(schema or "", {}).get(_SHORT.get(name, name))
 
 
@@ -60,11 +56,8 @@ _AGGREGATION = {
 
 
 def kind_of(arguments: Mapping[str, Any]) -> str | None:
-    """The class that has these arguments: trl-grpo or trl-sft; None if they are not TRL's.
-
-    Raises:
-        ValueError: they are those of PPOConfig, which TRL counts as experimental.
-    """
+    """The class that has these arguments: trl-grpo or trl-sft; None if they are not TRL's. Raises ValueError for those
+    of PPOConfig, which TRL counts as experimental."""
     of_ppo = {"num_ppo_epochs", "kl_coef", "cliprange", "response_length", "reward_model_path", "vf_coef"}
     if names := sorted(of_ppo & set(arguments)):
         raise ValueError(f"{', '.join(names)}: a PPOConfig is not converted: expected a GRPOConfig or SFTConfig")

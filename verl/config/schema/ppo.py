@@ -85,11 +85,9 @@ _TRUE = (True, "true", "True")
 
 
 def _with_rollout_hosts(settings: dict[str, Any]) -> dict[str, Any]:
-    """Set `placement` and the size of the run from `rollout.nnodes`, unless `placement.rollout_devices` is set.
-
-    With one host for training and one for the rollout, both run on the same host. With as many hosts for the rollout as
-    for training and another number of processes, every host runs both.
-    """
+    """Set `placement` and the size of the run from `rollout.nnodes`, unless `placement.rollout_devices` is set. One
+    host for training and one for the rollout are the same host; equal numbers of hosts with other numbers of processes
+    run both."""
     rollout, devices = "actor_rollout_ref.rollout.", "placement.rollout_devices"
     keys = ("trainer.nnodes", "trainer.n_gpus_per_node", rollout + "nnodes", rollout + "n_gpus_per_node")
     sizes = [str(settings.get(key) or default) for key, default in zip(keys, (1, 1, 0, 0))]

@@ -12,7 +12,7 @@ interruptible generation are those of AReaL (Fu et al. 2025, arXiv 2505.24298).
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
@@ -40,12 +40,8 @@ _JOIN_SECONDS = 10.0  # for the producer to end, once the workers have ended
 
 @dataclass(eq=False, repr=False)
 class Generation:
-    """Generation in the background, on the rollout's own devices.
-
-    Args:
-        with_columns: also send the other columns, for agent loops that read them.
-        partial: interrupt requests for a push of weights; otherwise wait for their trajectories.
-    """
+    """Generation in the background, on the rollout's own devices. with_columns: also send the other columns, for agent
+    loops that read them. partial: interrupt requests for a push of weights; otherwise wait for their trajectories."""
 
     roles: Roles
     with_columns: bool
@@ -110,10 +106,8 @@ class Generation:
 
 @dataclass(eq=False, repr=False)
 class FilterGroups:
-    """`filter_groups` of asynchronous training: drops zero-variance groups as they arrive; others are generated.
-
-    The limits of `sampling`, the operator of synchronous training, hold for the groups of each training batch.
-    """
+    """`filter_groups` of asynchronous training: drops zero-variance groups as they arrive; others are generated. The
+    limits of `sampling`, the operator of synchronous training, hold for the groups of each training batch."""
 
     sampling: DynamicSampling
 
@@ -129,12 +123,8 @@ class FilterGroups:
 
 
 class Producer:
-    """The thread that fills the buffer.
-
-    Args:
-        prompting: prompts -> repeat -> gen.
-        scoring: the operators after gen, up to the buffer.
-    """
+    """The thread that fills the buffer. prompting: prompts -> repeat -> gen. scoring: the operators after gen, up to
+    the buffer."""
 
     def __init__(self, prompting: Pipeline, scoring: Pipeline, generation: Generation, buffer: SampleBuffer):
         self.prompting, self.scoring, self.generation, self.buffer = prompting, scoring, generation, buffer
@@ -158,11 +148,8 @@ class Producer:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the thread out of operators and workers, and the rollout's engines idle, as for validation.
-
-        Raises:
-            OperatorTimeout: the thread does not end what it does.
-        """
+        """Keep the thread out of operators and workers, and the rollout's engines idle, as for validation. Raises
+        OperatorTimeout if the thread does not end what it does."""
         self._is_held.set()
         began = time.monotonic()
         try:
@@ -273,15 +260,13 @@ class AsyncRunner(PPORunner):
             flow.replace(last, replace(flow[last], func=self._filter))
         flow.insert_after(last, Operator("buffer", self.buffer, reads=("uid", "responses", "weight_version")))
         push = flow["sync_weights"]
-        return flow.replace("sync_weights", replace(push, func=self._paused_push(push.func)))
 
-    def _paused_push(self, push: Callable[[DataProto], None]) -> Callable[[DataProto], None]:
-        def sync(batch: DataProto) -> None:
+        def paused_push(batch: DataProto) -> None:
             with self.generation.paused():
-                push(batch)
+                push.func(batch)
             self.buffer.set_version(batch.meta_info["global_step"])
 
-        return sync
+        return flow.replace("sync_weights", replace(push, func=paused_push))
 
     def compile(self, flow: DataFlow) -> Pipeline:
         """The pipeline of a step starts at the buffer; the producer runs the stages before it."""

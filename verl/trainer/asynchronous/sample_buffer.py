@@ -166,11 +166,8 @@ class SampleBuffer:
             self._tokens += int(batch.batch["response_mask"].sum())
 
     def settle(self, uids: Sequence[str], runs: Sequence[RunReports] = ()) -> None:
-        """Finish the operators for groups: those passed to `put` become available to steps.
-
-        The others have been filtered by an operator, and make room for new prompts. The reports of the runs are divided
-        among the groups that arrived.
-        """
+        """Finish the operators for groups: those passed to `put` become available to steps, with their share of the
+        reports of the runs. The others have been filtered by an operator, and make room for new prompts."""
         with self.lock:
             arrived = [uid for uid in uids if self.groups[uid].rows is not None]
             self.add_reports(arrived, runs)
@@ -203,14 +200,11 @@ class SampleBuffer:
     # ---- the training loop's side -----------------------------------------------------------------------------------
 
     def take(self) -> Any:
-        """Wait for the groups of the next step and return them as one batch. Raises the error given to `fail`.
-
-        Returns HOLD if the run ends, and the groups that were being generated are not sufficient.
-        """
+        """Wait for the groups of the next step and return them as one batch. Raises the error given to `fail`. Returns
+        HOLD if the run ends, and the groups that were being generated are not sufficient."""
         self.on_take()
         self._taken = []
-        start, meta_info = time.perf_counter(), self.queue.meta_info()
-        began = time.monotonic()
+        began, meta_info = time.monotonic(), self.queue.meta_info()
         with self.lock:
             while (uids := self._choose(meta_info["global_step"])) is None:
                 if self._error is not None:
@@ -224,13 +218,15 @@ class SampleBuffer:
                 del self._drops[uid]
             self._finished = [uid for uid in self._finished if uid not in uids]
             self._steps_taken, self._taken = meta_info["global_step"], [group.prompt for group in groups]
-            waited = time.perf_counter() - start
-            metrics = self._metrics(groups, waited)
+            metrics = self._metrics(groups, time.monotonic() - began)
             self.lock.notify_all()
         batch = concat_sequences([group.rows for group in groups], self.pad_token_id)
         check_failures(batch, raise_if_all=True)
         reports = [_shared(run, share) for group in groups for run, share in group.reports]
-        batch.meta_info = meta_info | {"metrics": merge_reports(reports)[0] | _sample_metrics(batch) | metrics}
+        columns = batch.non_tensor_batch
+        metrics |= value_metrics({name[7:]: columns[name] for name in columns if name.startswith("reward_")})
+        # of these samples: the operators before the buffer reported of other sets
+        batch.meta_info = meta_info | {"metrics": merge_reports(reports)[0] | length_metrics(batch) | metrics}
         return batch
 
     def requeue(self) -> None:
@@ -270,11 +266,8 @@ class SampleBuffer:
         return [uid for uid in self._finished if uid in selected] if len(selected) == self.batch_size else None
 
     def _drop_stale(self, step: int) -> None:
-        """Drop groups that are older than allowed, and return their prompts to the queue.
-
-        Raises:
-            StaleWeightsError: a group was dropped _MAX_DROPS times.
-        """
+        """Drop groups that are older than allowed, and return their prompts to the queue. Raises StaleWeightsError if
+        one was dropped _MAX_DROPS times."""
         oldest = step - 1 - self.max_staleness
         stale = [uid for uid in self._finished if self.groups[uid].oldest_version < oldest]
         for uid in stale:
@@ -315,10 +308,8 @@ class SampleBuffer:
 
 
 class AsyncPrompts(PromptQueue):
-    """The prompts of asynchronous training. The saved state includes those that are not trained yet.
-
-    A resumed run generates them again first, so no prompt is lost or repeated.
-    """
+    """The prompts of asynchronous training. The saved state includes those that are not trained yet. A resumed run
+    generates them again first, so no prompt is lost or repeated."""
 
     buffer: SampleBuffer  # has the prompts that are admitted
 
@@ -386,9 +377,3 @@ def _shared(run: RunReports, share: float) -> RunReports:
         position: ({**reports, "metrics": {k: part(v) for k, v in reports["metrics"].items()}}, max(1, rows * share))
         for position, (reports, rows) in run.items()
     }
-
-
-def _sample_metrics(batch: DataProto) -> dict[str, Any]:
-    """Metrics of a step that the operators before the buffer reported of other sets of samples."""
-    columns = {name: values for name, values in batch.non_tensor_batch.items() if name.startswith("reward_")}
-    return length_metrics(batch) | value_metrics({name.removeprefix("reward_"): columns[name] for name in columns})

@@ -35,11 +35,8 @@ def policy_of(config: schema.Config | schema.GenerationConfig) -> tuple[str, Any
 
 
 def check_agent_loop(config: schema.Config | schema.GenerationConfig) -> Iterator[Problem]:
-    """rollout.mode, the agent loop, and what it runs fit together.
-
-    Raises:
-        ValueError: a file of tools, interactions, agents or loops cannot be used.
-    """
+    """rollout.mode, the agent loop, and what it runs fit together. Raises ValueError if a file of tools, interactions,
+    agents or loops cannot be used."""
     prefix, policy = policy_of(config)
     key, rollout = f"{prefix}rollout", policy.rollout
     turns, is_server, loop = rollout.multi_turn, rollout.mode == "server", rollout.agent.default_agent_loop
@@ -80,11 +77,8 @@ def check_tools_of_run(run: Run) -> None:
 
 
 def check_tools_in_prompts(config: schema.Config | schema.GenerationConfig, tokenizer: Any) -> None:
-    """Warn if the chat template does not describe the tools to the policy.
-
-    Raises:
-        ValueError: the tokenizer of a multi-turn or server run has no chat template that supports it.
-    """
+    """Warn if the chat template does not describe the tools to the policy. Raises ValueError if the tokenizer of a
+    multi-turn or server run has no chat template that supports it."""
     prefix, policy = policy_of(config)
     rollout, data = policy.rollout, config.data
     if rollout.mode == "server" and tokenizer.chat_template is None:

@@ -184,11 +184,9 @@ def warn_of_unused_settings(config: Schema) -> None:
 
 
 def unused_settings(config: schema.Config) -> list[str]:
-    """What was set, differs from its default, and is not read by the selected algorithm: key, value and reason.
-
-    A setting belongs to the estimators and losses whose signatures have it as a parameter. So what the selected ones do
-    not take, and others do, was meant for another algorithm: `algorithm.lam` with `grpo`, which has no lambda.
-    """
+    """What was set, differs from its default, and is not read by the selected algorithm: key, value and reason. A
+    setting belongs to the estimators and losses whose signatures have it as a parameter: `algorithm.lam` with `grpo`,
+    which has no lambda, was meant for another algorithm."""
     changed = differences(config)
     return [f"{key}: {changed[key]} has no effect with {reason}" for key, reason in _unused(config, list(changed))]
 

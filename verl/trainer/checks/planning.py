@@ -90,15 +90,9 @@ def shapes_of(config: schema.Config, names: Sequence[str]) -> dict[str, ModelSha
 
 
 def estimate(config: schema.Config, names: Sequence[str], device: Device | None = None) -> Plan:
-    """Memory and time of a configuration.
-
-    Args:
-        names: its roles with separate workers. Those of placement.local_roles are not counted.
-        device: None: that of this host.
-
-    Raises:
-        ValueError: a model or an engine that the planner does not model.
-    """
+    """Memory and time of a configuration. names: its roles with separate workers; those of placement.local_roles are
+    not counted. device: None: that of this host. Raises ValueError for a model or an engine that the planner does not
+    model."""
     names = [name for name in names if name not in config.placement.local_roles]
     device = device or host_profile(resolve_device(config.trainer.device))
     job = job_of(config, shapes_of(config, names), names, device.kind == "cuda")
@@ -108,7 +102,8 @@ def estimate(config: schema.Config, names: Sequence[str], device: Device | None 
 
 
 def _placed(config: schema.Config, names: Sequence[str]) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
-    """[(roles, devices)] of the placement of a configuration."""
+    """[(roles, devices)] of the placement of a configuration, without placement.local_roles."""
+    names = [name for name in names if name not in config.placement.local_roles]
     return groups_of(config.placement.devices, names, _devices(config))
 
 
@@ -116,7 +111,6 @@ def describe_estimate(config: schema.Config, names: Sequence[str], device: Devic
     """The lines that `verl plan` adds to the plan of a run. Arguments as of `estimate`."""
     from verl.planner import report
 
-    names = [name for name in names if name not in config.placement.local_roles]
     try:
         plan = estimate(config, names, device)
     except ValueError as error:
@@ -134,9 +128,7 @@ def describe_estimate(config: schema.Config, names: Sequence[str], device: Devic
 
 def check_memory(run: Run) -> None:
     """Raise ValueError if the run needs more memory than there is; warn if it may. On Ray, devices are not known here.
-
-    Models and engines that are not modelled are not checked.
-    """
+    Models and engines that are not modelled are not checked."""
     if run.backend == "ray":
         return
     try:
@@ -232,14 +224,9 @@ def _nothing_fits(config: schema.Config, plan: Plan) -> str:
 
 
 def apply_auto_placement(config: schema.Config, device: Device | None = None) -> schema.Config:
-    """The configuration of `placement: auto` with the devices of the best plan. device: as in `estimate`.
-
-    Of plans within 5 % of the best, the simplest is chosen. The choice is logged.
-
-    Raises:
-        ValueError: devices are set too, a model is not modelled, or nothing fits (in asynchronous training, with a
-            rollout on separate devices).
-    """
+    """The configuration of `placement: auto` with the devices of the best plan, or of the simplest within 5 % of it,
+    which is logged. device: as in `estimate`. Raises ValueError if devices are set too, a model is not modelled, or
+    nothing fits."""
     from verl.planner.report import format_placement
 
     set_keys = [key for key, value in config.placement.devices.items() if value is not None]
@@ -276,16 +263,9 @@ def _bytes(name: str, automatic: int) -> int:
 
 
 def job_of(config: schema.Config, shapes: Mapping[str, ModelShape], names: Sequence[str], on_gpu: bool) -> Job:
-    """The job that a configuration describes. Every response counts with its maximum length.
-
-    Args:
-        shapes: role -> its model, of the roles in `names`.
-        names: roles with separate workers, the actor first.
-        on_gpu: whether it runs on GPUs, which decides dtypes.
-
-    Raises:
-        ValueError: a training engine is a custom one, or only some roles use megatron.
-    """
+    """The job that a configuration describes. Every response counts with its maximum length. names: roles with separate
+    workers, the actor first, whose shapes are given. on_gpu: decides dtypes. Raises ValueError if a training engine is
+    a custom one, or only some roles use megatron."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     strategies = {name: _engine_of(config, name)[0] for name in names if name != "rollout"}
     if unknown := [strategy for strategy in strategies.values() if strategy not in built_in_strategies()]:
@@ -298,7 +278,7 @@ def job_of(config: schema.Config, shapes: Mapping[str, ModelShape], names: Seque
     updates = max(1, config.data.train_batch_size // actor.ppo_mini_batch_size)
     several = updates > 1 or actor.ppo_epochs > 1 or actor.old_log_prob_pass == "always"
     old = (several or config.algorithm.use_kl_in_reward) and not correction.bypass_mode
-    multi = config.actor_rollout_ref.rollout.multi_turn.enable
+
     read = required_columns(get_adv_estimator_fn(config.algorithm.adv_estimator), config.algorithm.settings)
     return Job(
         tuple(_role(config, name, shapes[name], on_gpu) for name in names),
@@ -306,7 +286,7 @@ def job_of(config: schema.Config, shapes: Mapping[str, ModelShape], names: Seque
         samples=rollout.n,
         prompt_tokens=rollout.prompt_length,
         response_tokens=rollout.response_length,
-        old_log_probs=old or multi,
+        old_log_probs=old or rollout.multi_turn.enable,
         engine=rollout.name,
         rollout_tensor=rollout.tensor_model_parallel_size,
         memory_share=rollout.gpu_memory_utilization,
@@ -355,12 +335,8 @@ def _megatron(section: schema.MegatronConfig, checkpointing: bool | str, on_gpu:
 
 
 def _sharded(section: schema.EngineConfig, liger: bool, on_gpu: bool, adapters: bool = False) -> dict[str, Any]:
-    """The attributes of a role that a section of FSDP sets.
-
-    Args:
-        liger: `model.use_liger`.
-        adapters: whether the weights are frozen, so that they have the dtype of the computation.
-    """
+    """The attributes of a role that a section of FSDP sets. liger: `model.use_liger`. adapters: whether the weights are
+    frozen, so that they have the dtype of the computation."""
     compute_bytes = _bytes(section.dtype, 2 if on_gpu else 4)
     return {
         "weight_bytes": _bytes(section.model_dtype, compute_bytes if adapters else 4),

@@ -15,8 +15,6 @@ from verl.trainer.view import RunView, StepReport
 logger = logging.getLogger("verl.trainer")
 
 SKIPPED, BROKEN = "grad_skipped", "broken_tensors"
-#: prefix of a metric -> the role that reports it, where they differ
-_ROLES = {"train": "actor"}
 
 
 class BadSteps(Guard):
@@ -39,7 +37,8 @@ class BadSteps(Guard):
         for name in bad:
             if name.endswith(BROKEN):
                 checkpointer.wait()
-                checkpointer.require_finite(_role(name), report.step)
+                role = name.partition("/")[0]
+                checkpointer.require_finite("actor" if role == "train" else role, report.step)
         if 0 < limit <= self._in_a_row:
             checkpointer.wait()
             raise BadStepsError(
@@ -62,11 +61,6 @@ class BadSteps(Guard):
             error.add_note(f"trainer.on_bad_steps=rollback: {reason}")
             return None
         return ROLL_BACK
-
-
-def _role(metric: str) -> str:
-    prefix = metric.partition("/")[0]
-    return _ROLES.get(prefix, prefix)
 
 
 def _format_metrics(bad: dict[str, float]) -> str:

@@ -72,11 +72,8 @@ class Guard:
 
 
 def load_callbacks(addresses: Iterable[str]) -> list[Guard]:
-    """The callbacks at these addresses, `file.py:name`. A class is made without arguments.
-
-    Raises:
-        ValueError: an address has another form, or names neither a Guard nor a function of (view, report).
-    """
+    """The callbacks at these addresses, `file.py:name`. A class is made without arguments. Raises ValueError if an
+    address has another form, or names neither a Guard nor a function of (view, report)."""
     callbacks = []
     for address in addresses:
         path, _, name = address.rpartition(":")

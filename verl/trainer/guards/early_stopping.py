@@ -33,11 +33,8 @@ class NoMetricError(ValueError):
 
 
 class ValidationWatch(Guard):
-    """Follows a metric of the validations of a run, for `trainer.save_best` and `trainer.early_stopping`.
-
-    Attributes:
-        is_pending: whether the validation of the last step is due, but was put off by an interruption.
-    """
+    """Follows a metric of the validations of a run, for `trainer.save_best` and `trainer.early_stopping`. is_pending:
+    whether the validation of the last step is due, but was put off by an interruption."""
 
     def __init__(self, config: Schema):
         self._settings = trainer = config.trainer
@@ -88,11 +85,7 @@ class ValidationWatch(Guard):
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Update the best value and the patience with a validation. One without the metric, or with NaN, is never the
-        best.
-
-        Raises:
-            NoMetricError: the first validation does not have the metric.
-        """
+        best. Raises NoMetricError if the first validation does not have the metric."""
         self.is_pending = False
         name, value = self._compared(step, metrics)
         mode = direction(name, self._settings.save_best_mode)
@@ -161,13 +154,8 @@ def direction(metric: str, mode: str) -> str:
 
 
 def main_metric(metrics: Mapping[str, float]) -> tuple[str, float]:
-    """Return the name and the value of the main metric of a validation.
-
-    RL: val-core/<source>/<acc or reward>/mean@N; with several sources, their mean. SFT: val/loss.
-
-    Raises:
-        NoMetricError: the validation has neither.
-    """
+    """Name and value of the main metric of a validation: in RL, val-core/<source>/<acc or reward>/mean@N, with several
+    sources their mean; in SFT, val/loss. Raises NoMetricError if it has neither."""
     core = [name for name in metrics if re.fullmatch(r"val-core/.*/mean@\d+", name)]
     if len(core) == 1:
         return core[0], metrics[core[0]]

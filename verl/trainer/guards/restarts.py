@@ -72,11 +72,8 @@ def log_restart(view: RunView, error: BaseException) -> None:
 
 
 def settings_for_devices_left(view: RunView, error: BaseException) -> Schema:
-    """The settings of a run for the devices that are left after an error (trainer.allow_smaller).
-
-    Raises:
-        BaseException: the error, if the settings do not allow any smaller number of devices.
-    """
+    """The settings of a run for the devices that are left after an error (trainer.allow_smaller). Raises the error if
+    the settings do not allow any smaller number of devices."""
     run, trainer = view.run, view.config.trainer
     size = trainer.nnodes, trainer.n_gpus_per_node
     sizes_left = run.cluster.sizes_left(*size)

@@ -62,14 +62,8 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def timing_metrics(timings: Mapping[str, float], step: float, tokens: int, world_size: int) -> dict[str, float]:
-    """Seconds of each operator and of the step, and the tokens per second and process.
-
-    Args:
-        timings: operator -> seconds.
-        step: wall-clock seconds, less than the sum of `timings` if operators overlap.
-        tokens: prompt and response tokens of the batch.
-        world_size: number of processes.
-    """
+    """Seconds of each operator and of the step, and the tokens per second and process. step: wall-clock seconds, less
+    than the sum of `timings` if operators overlap. tokens: of prompts and responses of the batch."""
     seconds = {f"timing_s/{name}": value for name, value in timings.items()}
     throughput = {"perf/total_num_tokens": tokens, "perf/time_per_step": step}
     return {**seconds, **throughput, "timing_s/step": step, "perf/throughput": tokens / step / world_size}
@@ -115,10 +109,8 @@ def validation_metrics(
 
 
 def numeric_columns(batches: Sequence[DataProto]) -> dict[str, np.ndarray]:
-    """`reward` and every numeric reward_* column of scored batches, concatenated, (B,) float64.
-
-    A column with numbers in some rows only is skipped with a warning.
-    """
+    """`reward` and every numeric reward_* column of scored batches, concatenated, (B,) float64. A column with numbers
+    in some rows only is skipped with a warning."""
     scores = [batch.batch["token_level_scores"].sum(1).double().numpy() for batch in batches]
     columns: dict[str, np.ndarray] = {"reward": np.concatenate(scores)}
     names = dict.fromkeys(name for batch in batches for name in batch.non_tensor_batch)

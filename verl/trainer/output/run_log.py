@@ -36,14 +36,8 @@ _JSONL = {"jsonl", "file"}
 
 
 def run_summary(view: RunView, folder: Path, history: Mapping[str, Series], resumed: int, seconds: float) -> list[str]:
-    """Lines with the results so far, the paths of the run, and the next command.
-
-    Args:
-        folder: folder of its record.
-        history: metrics of this attempt.
-        resumed: the step that it has resumed from; 0: none.
-        seconds: its duration.
-    """
+    """Lines with the results so far, the paths of the run, and the next command. folder: of its record. history,
+    seconds: of this attempt, which has resumed from the step `resumed`; 0: none."""
     has_file = bool(_JSONL & set(view.config.trainer.logger))
     if history and resumed and has_file:
         history = _with_earlier_steps(history, folder, resumed)
@@ -184,11 +178,8 @@ VAL_ONLY = "val_only"
 
 
 def record_folder(folder: Path, val_only: bool) -> Path:
-    """The folder of the record of a run in `folder`.
-
-    A validation is no step of a training run: with `trainer.val_only`, the record of a training run in this folder is
-    kept, and that of the validation is in a subfolder.
-    """
+    """The folder of the record of a run in `folder`. A validation (`trainer.val_only`) is no step of a training run,
+    whose record is kept: its own is in a subfolder."""
     if not val_only or not any((folder / name).is_file() for name in ("run.json", "metrics.jsonl")):
         return folder
     is_validation = read_about(folder).get("config", {}).get("trainer.val_only") is True
@@ -201,15 +192,9 @@ def _tracker_name(name: str) -> str:
 
 
 class RunLog:
-    """The log of a run. The tracker `console` adds a panel and a summary.
-
-    Args:
-        draw: (batch, count) -> samples of a batch, as rows of a table.
-        record: batch -> what `verl report` shows of it.
-
-    Attributes:
-        record: context manager around the run, from before its workers start.
-    """
+    """The log of a run. The tracker `console` adds a panel and a summary. draw: (batch, count) -> samples of a batch,
+    as rows of a table. record: batch -> what `verl report` shows of it; the attribute is a context manager around the
+    run, from before its workers start."""
 
     def __init__(
         self,

@@ -36,12 +36,8 @@ SUMMED_REWARD = ("reward", "score", "seq_reward", "seq_final_reward")
 
 
 class PromptQueue(Prompts):
-    """A source of prompts that takes prompts back and returns them before new ones.
-
-    Args:
-        prompts: the source of new prompts.
-        size: how many prompts the next call returns.
-    """
+    """A source of prompts that takes prompts back and returns them before new ones of `prompts`. size: how many prompts
+    the next call returns."""
 
     def __init__(self, prompts: Prompts, size: int):
         super().__init__(prompts.source, prompts.step, prompts.vocab_size, prompts.media_tokens)
@@ -186,11 +182,8 @@ class DynamicSampling(Stateful):
         return reached
 
     def _check_empty(self, empty_before: int) -> None:
-        """Warn of generations without a kept group, and raise ValueError at their limit.
-
-        Args:
-            empty_before: `Gathered.empty` before the last pass.
-        """
+        """Warn of generations without a kept group, and raise ValueError at their limit. empty_before: `Gathered.empty`
+        before the last pass."""
         gathered = self.gathered
         limit = self.max_empty_passes * self.pass_size
         interval = _WARN_PASSES * self.pass_size

@@ -111,10 +111,8 @@ def build_ppo_flow(
     roles: Roles,
     manager: RewardManager,
 ) -> DataFlow:
-    """The flow of the configured algorithm over the roles actor, rollout, ref and critic.
-
-    The roles are looked up when an operator runs: a flow is built and checked before any model is loaded.
-    """
+    """The flow of the configured algorithm over the roles actor, rollout, ref and critic. The roles are looked up when
+    an operator runs: a flow is built and checked before any model is loaded."""
     algorithm = config.algorithm
     required, kept = estimator_columns(algorithm), kept_columns(config)
     shuffle_seed = config.trainer.seed if algorithm.shuffle_rewards else None
@@ -166,11 +164,9 @@ def _old_log_prob_operator(config: schema.Config, roles: Roles, required: Sequen
 def _reads_and_process(
     flow: DataFlow, function: Callable, required: Sequence[str], on: str
 ) -> tuple[tuple[str, ...], str | None]:
-    """`Operator.reads` and `Operator.on` for a registered function.
-
-    It reads the required columns, and optional ones that some operator writes. If the function receives all columns,
-    the operator is a barrier (`on` is None), so that all of them are complete.
-    """
+    """`Operator.reads` and `Operator.on` for a registered function. It reads the required columns, and optional ones
+    that some operator writes. If it receives all columns, the operator is a barrier (`on` is None), so that all of them
+    are complete."""
     written = dict.fromkeys(column for op in flow for column in op.writes)
     reads = tuple(dict.fromkeys((*required, *optional_columns(function, written))))
     return reads, None if reads_all_columns(function) else on
@@ -202,12 +198,9 @@ def should_free_cache(config: schema.Config) -> bool:
 
 
 def add_weight_sync(flow: DataFlow, config: schema.Config, weights: "RolloutWeights") -> DataFlow:
-    """Add the operators `sync_weights` and `sleep_rollout` to a flow.
-
-    `sync_weights` follows `update_actor`. If rollout and training share devices, `sleep_rollout` follows the last
-    operator that generates or, with dynamic sampling, `filter_groups`, which may request more passes. A flow that does
-    not generate gets neither.
-    """
+    """Add the operators `sync_weights`, after `update_actor`, and `sleep_rollout`, if rollout and training share
+    devices, after the last operator that generates or, with dynamic sampling, `filter_groups`, which may request more
+    passes. A flow that does not generate gets neither."""
     policy = config.actor_rollout_ref
     generating = [name for name in flow.names if flow[name].on == "rollout"]
     if not generating:
@@ -232,11 +225,9 @@ def add_weight_sync(flow: DataFlow, config: schema.Config, weights: "RolloutWeig
 
 
 def skip_old_log_prob(flow: DataFlow, config: schema.Config) -> DataFlow:
-    """Remove `old_log_prob` if the only update of a step computes the log-probs of the old policy itself.
-
-    It is kept if there are several updates or none (critic warm-up), if another operator reads its columns or does not
-    declare what it reads (`Operator.on`), and with `actor.old_log_prob_pass=always`.
-    """
+    """Remove `old_log_prob` if the only update of a step computes the log-probs of the old policy itself: not with
+    several updates or none (critic warm-up), if another operator reads its columns or does not declare what it reads
+    (`Operator.on`), or with `actor.old_log_prob_pass=always`."""
     actor = config.actor_rollout_ref.actor
     single = actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
     if actor.old_log_prob_pass == "always" or not single or config.trainer.critic_warmup:

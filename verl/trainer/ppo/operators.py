@@ -20,6 +20,7 @@ from verl.dataflow.operator import Stateful
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
+from verl.rewards.responses import reward_tensor
 from verl.rollout.request import MEDIA_COLUMNS
 from verl.single_controller.worker_group import WorkerGroup
 from verl.trainer.output.metrics import response_lengths
@@ -33,16 +34,8 @@ if TYPE_CHECKING:
 
 #: columns that `gen` adds to the prompts
 GENERATED = (
-    "prompts",
-    "responses",
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "response_mask",
-    "rollout_log_probs",
-    "weight_version",
-    "finish_reason",
-    "trajectory_info",
+    *("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"),
+    *("rollout_log_probs", "weight_version", "finish_reason", "trajectory_info"),
 )
 #: counts among the metrics of a reward manager
 _COUNTS = ("reward/failed_rows", "reward/empty_responses")
@@ -56,10 +49,8 @@ Roles = Mapping[str, WorkerGroup]
 
 @dataclass(eq=False, repr=False)
 class Prompts(Stateful):
-    """The source of training prompts.
-
-    meta_info has global_step and, for the checks of `verl.columns`, vocab_size and (with images) media_tokens.
-    """
+    """The source of training prompts. meta_info has global_step and, for the checks of `verl.columns`, vocab_size and
+    (with images) media_tokens."""
 
     source: PromptSource
     step: Callable[[], int]
@@ -94,21 +85,14 @@ class Prompts(Stateful):
 def repeat(n: int) -> Callable[[DataProto], DataProto]:
     """Repeat every prompt n times, interleaved, and add the column sample_index: 0 .. n-1 within a group."""
 
-    def repeat_prompts(batch: DataProto) -> DataProto:
-        return batch.repeat(n).replace(sample_index=np.tile(np.arange(n), len(batch)).astype(object))
-
-    return repeat_prompts
+    return lambda batch: batch.repeat(n).replace(sample_index=np.tile(np.arange(n), len(batch)).astype(object))
 
 
 def generate(
     roles: Roles, sampling: str | Mapping[str, Any], all_columns: bool = False
 ) -> Callable[[DataProto], DataProto]:
-    """Generate responses to the prompts of the batch.
-
-    Args:
-        sampling: "train", "greedy" or "validate"; or sampling parameters that replace those of training.
-        all_columns: also send the other columns, for agent loops that read them.
-    """
+    """Generate responses to the prompts of the batch. sampling: "train", "greedy" or "validate"; or sampling parameters
+    that replace those of training. all_columns: also send the other columns, for agent loops that read them."""
 
     def gen(batch: DataProto) -> DataProto:
         inputs = prompt_columns(batch, all_columns)
@@ -123,11 +107,8 @@ def generate(
 
 
 def prompt_columns(batch: DataProto, all_columns: bool) -> DataProto:
-    """The columns that a rollout worker reads.
-
-    Args:
-        all_columns: all object columns, for agent loops that read them; implied by the column agent_name.
-    """
+    """The columns that a rollout worker reads. all_columns: all object columns, for agent loops that read them; implied
+    by the column agent_name."""
     media = [name for name in MEDIA_COLUMNS if name in batch.non_tensor_batch]
     all_columns = all_columns or "agent_name" in batch.non_tensor_batch
     return batch.select([], None if all_columns else ["prompt_ids", "uid", "sample_index", *media], [])
@@ -165,15 +146,8 @@ def check_vocabulary(responses: torch.Tensor, vocab_size: int | None) -> None:
 
 
 def check_failures(batch: DataProto, raise_if_all: bool) -> None:
-    """Log how many agents or interactions of a batch failed, with the first error.
-
-    Args:
-        batch: generated samples; `trajectory_info` has `agent_failure` for those that failed.
-        raise_if_all: whether a batch in which all samples failed is an error.
-
-    Raises:
-        ValueError: all samples failed, so there is nothing to learn from.
-    """
+    """Log how many agents or interactions of a batch failed (`agent_failure` in `trajectory_info`), with the first
+    error. Raises ValueError if all samples failed and raise_if_all: there is nothing to learn from."""
     infos: Sequence[dict[str, Any]] = batch.non_tensor_batch.get("trajectory_info", ())
     failed = [(row, info["agent_failure"]) for row, info in enumerate(infos) if "agent_failure" in info]
     if not failed:
@@ -207,10 +181,8 @@ def free_rollout_cache(roles: Roles) -> Callable[[DataProto], None]:
 
 
 def value_metrics(values: Mapping[str, Sequence[Any]]) -> dict[str, tuple[float, int]]:
-    """reward/<name> of the values that a reward function returned: sum and count of the numbers among them.
-
-    The mean over several passes then does not depend on which samples were in which pass.
-    """
+    """reward/<name> of the values that a reward function returned: sum and count of the numbers among them, so that the
+    mean over several passes does not depend on which samples were in which pass."""
     numbers = {
         name: [float(value) for value in column if isinstance(value, bool | int | float | np.number)]
         for name, column in values.items()
@@ -243,9 +215,7 @@ class Reward:
         if self.shuffle_seed is not None:
             seed = fork_seed(self.shuffle_seed, *map(str, batch.non_tensor_batch["uid"][:8]))
             order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)).tolist()
-            mask, sums = batch.batch["response_mask"], scores[order].sum(1)
-            last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)  # response token of each row
-            scores = torch.zeros_like(scores).scatter(1, last[:, None], sums[:, None])
+            scores = reward_tensor(batch, scores[order].sum(1))
             extra = {name: [values[i] for i in order] for name, values in extra.items()}
         return DataProto.from_dict(
             {"token_level_scores": scores, "token_level_rewards": scores},
@@ -268,10 +238,8 @@ def model_scores(roles: Roles) -> Callable[[DataProto], DataProto]:
 
 @dataclass(eq=False, repr=False)
 class GreedyBaseline:
-    """The reward of one greedy response to each prompt (ReMax, Li et al. 2023, arXiv 2310.10505).
-
-    Two operators: `generate`, directly after the samples while the rollout is awake, and `score`.
-    """
+    """The reward of one greedy response to each prompt (ReMax, Li et al. 2023, arXiv 2310.10505). Two operators:
+    `generate`, directly after the samples while the rollout is awake, and `score`."""
 
     config: schema.Config
     roles: Roles
@@ -310,12 +278,8 @@ def uses_agent_loop(config: schema.Config) -> bool:
 
 
 def old_log_prob(roles: Roles, extra: tuple[str, ...], reads: tuple[str, ...] = ()) -> Callable[[DataProto], DataProto]:
-    """Columns old_log_probs and entropys (B, T): the policy before the update, computed by the training engine.
-
-    Args:
-        extra: further outputs of the model.
-        reads: further columns for the workers.
-    """
+    """Columns old_log_probs and entropys (B, T): the policy before the update, computed by the training engine. extra:
+    further outputs of the model. reads: further columns for the workers."""
 
     def recompute(batch: DataProto) -> DataProto:
         inputs = sequence_columns(batch, reads)
@@ -335,22 +299,15 @@ def old_log_prob(roles: Roles, extra: tuple[str, ...], reads: tuple[str, ...] = 
 
 def infer(roles: Roles, role: str, method: str, reads: tuple[str, ...] = ()) -> Callable[[DataProto], DataProto]:
     """The columns (B, T) that a forward pass of a role over whole sequences gives, such as ref_log_prob or values.
+    reads: further columns for the workers."""
 
-    reads: further columns for the workers.
-    """
-
-    def infer_sequences(batch: DataProto) -> DataProto:
-        return getattr(roles[role], method)(sequence_columns(batch, reads))
-
-    return infer_sequences
+    return lambda batch: getattr(roles[role], method)(sequence_columns(batch, reads))
 
 
 @dataclass(eq=False, repr=False)
 class KLInReward(Stateful):
     """reward_t <- reward_t - coefficient * KL_t, by a kind of `kl_penalty`. The coefficient may adapt, so it is state.
-
-    The penalty is subtracted from the current rewards, so changes by earlier operators are kept.
-    """
+    The penalty is subtracted from the current rewards, so changes by earlier operators are kept."""
 
     controller: FixedKLController
     kl_estimator: str
@@ -391,11 +348,9 @@ def advantage(algorithm: schema.AlgorithmConfig) -> Callable[[DataProto], DataPr
 
 
 def order_rows_for_ranks(lengths: Sequence[int], update: "Update", ranks: int, seed: int) -> list[int]:
-    """Order the units of one pass so that splitting them evenly gives each rank its share of every mini-batch.
-
-    A mini-batch contains the same rows for any number of ranks. The shares of the ranks have about the same number of
-    tokens. lengths: tokens of each unit.
-    """
+    """Order the units of one pass so that splitting them evenly gives each rank its share of every mini-batch, which
+    contains the same rows for any number of ranks, with about the same number of tokens. lengths: tokens of each
+    unit."""
     rows = list(range(len(lengths)))
     if update.shuffle:
         rows = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()

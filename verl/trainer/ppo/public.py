@@ -58,10 +58,7 @@ def role_of(role: Any) -> str:
 
 def with_workers(specs: Mapping[str, WorkerSpec], role_worker_mapping: Mapping[Any, Any]) -> dict[str, WorkerSpec]:
     """Replace the workers of the roles for which the mapping has another class than those of `verl.workers.public`.
-
-    Raises:
-        ValueError: a class that is no subclass of these, or a role that the configuration does not use.
-    """
+    Raises ValueError for a class that is no subclass of these, or a role that the configuration does not use."""
     from verl.single_controller.ray.public import class_of
     from verl.workers import public
 
@@ -87,11 +84,8 @@ def with_workers(specs: Mapping[str, WorkerSpec], role_worker_mapping: Mapping[A
 
 
 def placement_of(pools: Any) -> dict[str, Any]:
-    """The settings that place roles as a ResourcePoolManager does.
-
-    Raises:
-        ValueError: pools over different nodes, or nodes with different numbers of processes.
-    """
+    """The settings that place roles as a ResourcePoolManager does. Raises ValueError for pools over different nodes, or
+    nodes with different numbers of processes."""
     spec = {name: list(processes) for name, processes in pools.resource_pool_spec.items()}
     nodes = {len(processes) for processes in spec.values()}
     uneven = any(len(set(processes)) > 1 for processes in spec.values())

@@ -73,11 +73,15 @@ def load_inputs(run: "Run", tokenizer: Any = None) -> Inputs:
     rewards = load_rewards(config, tokenizer) if run.reward is None else given_rewards(config, tokenizer, run.reward)
     train = as_dataset(config, tokenizer, train_dataset, config.data.train_max_samples, processor)
     val = as_dataset(config, tokenizer, run.val_dataset, config.data.val_max_samples, processor)
+    data, readers = config.data, (tokenizer, processor)
     if train is None:
-        train = load_dataset(config.data, tokenizer, processor)
-    val = val if val is not None else load_val_dataset(config.data, tokenizer, processor)
-    collate = PromptCollator(tokenizer, config.data, processor)
-    return Inputs(model, tokenizer, train, val, rewards, collate, processor, load_sampler(config.data, train))
+        train = dataset_of_files(data, data.train_files, data.train_max_samples, *readers)
+    if val is None and data.val_files:
+        files = [with_split(file, "test") for file in data.val_files]
+        # a validation is on all of its rows
+        val = dataset_of_files(data.model_copy(update={"max_bad_rows": 0}), files, data.val_max_samples, *readers)
+    collate = PromptCollator(tokenizer, data, processor)
+    return Inputs(model, tokenizer, train, val, rewards, collate, processor, load_sampler(data, train))
 
 
 def load_sft_inputs(
@@ -135,18 +139,6 @@ def dataset_class(data: schema.DataConfig | schema.SFTDataConfig, default: type[
     return load_dataset_class(data.custom_cls.path, data.custom_cls.name) if data.custom_cls.path else default
 
 
-def load_dataset(data: schema.DataConfig, tokenizer: Any, processor: Any = None) -> Dataset:
-    """The training prompts."""
-    return dataset_of_files(data, data.train_files, data.train_max_samples, tokenizer, processor)
-
-
-def load_val_dataset(data: schema.DataConfig, tokenizer: Any, processor: Any = None) -> Dataset | None:
-    """The validation prompts; None without `data.val_files`."""
-    files = [with_split(file, "test") for file in data.val_files]
-    data = data.model_copy(update={"max_bad_rows": 0})  # a validation is on all of its rows
-    return dataset_of_files(data, files, data.val_max_samples, tokenizer, processor) if files else None
-
-
 def dataset_of_files(
     data: schema.DataConfig, files: Sequence[str], max_samples: int, tokenizer: Any, processor: Any = None
 ) -> Dataset:
@@ -158,10 +150,8 @@ def dataset_of_files(
 
 
 def reading_threads(dataset: Dataset, data: schema.DataConfig | schema.SFTDataConfig) -> int:
-    """The number of threads that prepare the next batches (`data.dataloader_num_workers`).
-
-    Items of a custom dataset are read by at most one, since several threads may not be safe there.
-    """
+    """The number of threads that prepare the next batches (`data.dataloader_num_workers`). Items of a custom dataset
+    are read by at most one, since several threads may not be safe there."""
     is_custom = not type(dataset).__module__.startswith("verl.data.")  # also of a subclass
     threads = data.dataloader_num_workers
     if threads is None:
@@ -210,15 +200,9 @@ def prompt_source(data: schema.DataConfig | schema.SFTDataConfig, inputs: Inputs
 
 
 def are_rows(data: Any, tokenized: Sequence[str] = RL_TOKENS) -> bool:
-    """Whether these are rows of a table rather than a dataset whose items the trainer takes.
-
-    Args:
-        data: anything with a length whose items are dicts.
-        tokenized: keys that only an item of a dataset has.
-
-    Raises:
-        ValueError: it has no length or no items.
-    """
+    """Whether these are rows of a table rather than a dataset whose items the trainer takes. data: anything with a
+    length whose items are dicts. tokenized: keys that only an item of a dataset has. Raises ValueError if it has no
+    length or no items."""
     if data is None or isinstance(data, RLHFDataset):
         return False
     try:

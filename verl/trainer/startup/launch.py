@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 
 def dry_run(build: Callable[[], Any], verbose: bool = False) -> int:
     """Run all checks, print their number (verbose: their names) and the plan, and stop before workers start. Returns
-    the exit status.
-
-    Args:
-        build: makes what has `passed_checks()`, the names of the checks, and `plan()`, the run in one paragraph.
-    """
+    the exit status. build: makes what has `passed_checks()`, the names of the checks, and `plan()`, the run in one
+    paragraph."""
     setup_logging()
     try:
         command = build()

@@ -96,7 +96,7 @@ def run_under_launcher(command: Callable[[], int]) -> int:
 
 def _remove_variables() -> None:
     for name in list(os.environ):
-        if name in _REQUIRED_VARIABLES or name in _OPTIONAL_VARIABLES or name.startswith("TORCHELASTIC_"):
+        if name in (*_REQUIRED_VARIABLES, *_OPTIONAL_VARIABLES) or name.startswith("TORCHELASTIC_"):
             del os.environ[name]
 
 

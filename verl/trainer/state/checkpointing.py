@@ -53,10 +53,8 @@ _RESTARTS = {"optimizer": "the moments of Adam start at 0", "extra": "the learni
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Turn errors of a state with other contents than `save` writes into a ValueError with their place.
-
-    The stack is logged: the cause may also be a `load_state_dict` of the user, and commands print one line.
-    """
+    """Turn errors of a state with other contents than `save` writes into a ValueError with their place. The stack is
+    logged: the cause may also be a `load_state_dict` of the user, and commands print one line."""
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
@@ -286,11 +284,7 @@ class Checkpointer:
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def load(self) -> int:
-        """Restore the checkpoint that trainer.resume_mode names.
-
-        Returns:
-            The step; 0 if there is no checkpoint to resume from.
-        """
+        """Restore the checkpoint that trainer.resume_mode names. Returns its step; 0 if there is none."""
         if self._saves:
             self.check_folder_is_shared()
             weights = Path(self.run.inputs.model.path).glob("*.safetensors")
@@ -313,7 +307,13 @@ class Checkpointer:
                     "of that run"
                 )
             (not_loaded, *_) = self.roles[role].load_checkpoint(folder / role)
-            self._report_not_loaded(role, folder, not_loaded)
+            for content in not_loaded:
+                logger.warning(
+                    "RESUMED WITHOUT %s: the %s of %s is resumed without it, since its checkpoint.load_contents "
+                    "(default: its save_contents) does not contain %r: %s, so the run differs from an uninterrupted "
+                    "one",
+                    *(content.upper(), role, folder, content, _RESTARTS[content]),
+                )
             if broken := self._broken(role):
                 raise ValueError(f"{folder}: the {role} contains {broken}; {DELETE}")
         with _reading(folder):
@@ -327,10 +327,8 @@ class Checkpointer:
         return step
 
     def _restore_best(self, state: Mapping[str, Any]) -> None:
-        """Restore the watch. `best_checkpoint.json` names its best checkpoint again, if that still exists.
-
-        They differ if the run was killed before the file was written, or resumes from an earlier checkpoint.
-        """
+        """Restore the watch. `best_checkpoint.json` names its best checkpoint again, if that still exists: they differ
+        if the run was killed before the file was written, or resumes from an earlier checkpoint."""
         self.watch.load_state_dict(state)
         best, marked = self.watch.best, self.store.best()
         if best is None or (marked and {**marked, **asdict(best)} == marked):
@@ -361,12 +359,9 @@ class Checkpointer:
             raise ValueError(f"the run cannot return to an earlier step: there is no checkpoint in {self.store.root}")
 
     def rewind(self, into_workers: bool) -> int:
-        """Return to the last checkpoint of this run: `Trainer.rewind`. Returns its step.
-
-        Args:
-            into_workers: restore it now. Otherwise, return to the state before the first step, and the next `load`
-                continues from the newest checkpoint, if there is one.
-        """
+        """Return to the last checkpoint of this run: `Trainer.rewind`. Returns its step. into_workers: restore it now.
+        Otherwise, return to the state before the first step, and the next `load` continues from the newest checkpoint,
+        if there is one."""
         if into_workers:
             self.wait()
             return self.restore(self.saved_path)
@@ -388,19 +383,6 @@ class Checkpointer:
         if trainer.resume_mode == "resume_path":
             return self.store.resume_path(trainer.resume_from_path)
         return self.store.latest()
-
-    def _report_not_loaded(self, role: str, folder: Path, not_loaded: Sequence[str]) -> None:
-        """Warn of role state that is not restored although the run resumes."""
-        for content in not_loaded:
-            logger.warning(
-                "RESUMED WITHOUT %s: the %s of %s is resumed without it, since its checkpoint.load_contents (default: "
-                "its save_contents) does not contain %r: %s, so the run differs from an uninterrupted one",
-                content.upper(),
-                role,
-                folder,
-                content,
-                _RESTARTS[content],
-            )
 
     def _data_digests(self) -> dict[str, str | None]:
         """Digests of training data that `Identity` does not find as files."""

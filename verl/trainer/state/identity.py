@@ -6,7 +6,6 @@ configuration. A change that makes it another experiment is refused with a list 
 """
 
 import hashlib
-import importlib.metadata
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from verl.engines.traits import built_in_strategies
 from verl.registry import did_you_mean
 from verl.rollout.traits import built_in_engines
 from verl.utils.data_names import SUFFIXES, DataName
+from verl.utils.packages import version_of
 from verl.utils.redaction import digest, digests, redact, redacted
 
 logger = logging.getLogger("verl.trainer")
@@ -57,20 +57,15 @@ _TUNED = (
 #: settings whose changes are not logged
 _FREE = (
     *("trainer.resume_mode", "trainer.resume_from_path", "trainer.total_training_steps", "trainer.total_epochs"),
-    *("trainer.logger", "trainer.save_at_end", "trainer.allow_change"),
-    "trainer.val_only",
+    *("trainer.logger", "trainer.save_at_end", "trainer.allow_change", "trainer.val_only"),
 )
 #: what `trainer.allow_change` names beside settings
 GROUPS = ("model", "data", "reward", "code")
 
 
 class Identity:
-    """What identifies the experiment of a configuration.
-
-    Args:
-        working_dir: relative paths refer to it.
-        data_digests: returns digests of training data that is not in files, by what it is; None: there is none.
-    """
+    """What identifies the experiment of a configuration. working_dir: relative paths refer to it. data_digests: returns
+    digests of training data that is not in files, by what it is; None: there is none."""
 
     def __init__(self, config: Schema, working_dir: Path, data_digests: Callable[[], Mapping[str, str | None]] = dict):
         self._config = config
@@ -86,7 +81,8 @@ class Identity:
             files = self._files()
             self._state = {group: [fingerprint(path) for path in files[group]] for group in GROUPS}
             self._state["data"] += [[name, 0, 0, digest] for name, digest in self._data_digests().items() if digest]
-            self._state["packages"] = _versions()
+            versions = {name: version_of(name) for name in _PACKAGES}
+            self._state["packages"] = {name: version for name, version in versions.items() if version is not None}
             self._state["variables"] = digests(self._values)
         return self._state
 
@@ -104,17 +100,9 @@ class Identity:
         return {group: list(dict.fromkeys(paths)) for group, paths in files.items()}
 
     def check(self, saved: Mapping[str, Any], saved_config: Mapping[str, Any], folder: Path) -> None:
-        """Compare with what a checkpoint stores.
-
-        Args:
-            saved: `state()` of the run that wrote it; empty if it stores none.
-            saved_config: its flat configuration.
-            folder: the checkpoint, for messages.
-
-        Raises:
-            ValueError: it belongs to another experiment, and trainer.allow_change does not name the changes; or an
-                entry of trainer.allow_change is neither a group nor a setting.
-        """
+        """Compare with `state()` (empty: none) and the flat configuration that a checkpoint stores. folder: for
+        messages. Raises ValueError if it belongs to another experiment, and trainer.allow_change does not name the
+        changes; or an entry of that is neither a group nor a setting."""
         allowed = list(self._config.trainer.allow_change)
         for name in allowed:
             if name not in GROUPS and not any(fnmatchcase(key, name) for key in self._flat):
@@ -155,11 +143,8 @@ class Identity:
     def _changed_settings(
         self, saved: Mapping[str, Any], variables: Mapping[str, str], compared: set[str]
     ) -> dict[str, str]:
-        """Key -> "old -> new" of settings that differ, without paths whose contents were compared.
-
-        Args:
-            variables: digests of the settings that were read from the environment.
-        """
+        """Key -> "old -> new" of settings that differ, without paths whose contents were compared. variables: digests
+        of the settings that were read from the environment."""
         changes = {}
         for key in sorted(saved.keys() | self._flat.keys()):
             is_path = ("model" in compared and key.endswith("model.path")) or (
@@ -185,11 +170,8 @@ class Identity:
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """The fingerprint of a file.
-
-    Of a file over 64 MiB, 64 blocks of 64 KiB at equal distances are hashed, the first and the last included; smaller
-    files are hashed completely.
-    """
+    """The fingerprint of a file. Of one over 64 MiB, 64 blocks of 64 KiB at equal distances are hashed, the first and
+    the last included; smaller files completely."""
     status = path.stat()
     key = (path.name, status.st_size, status.st_mtime_ns)
     with path.open("rb") as file:
@@ -236,21 +218,10 @@ def _data_files(path: Path) -> list[Path]:
         return [path]
     folder = Path(DataName.parse(path).path)
     files = [file for file in folder.rglob("*") if file.suffix.lower() in (*SUFFIXES, ".arrow") and file.is_file()]
-    names = {file: file.relative_to(folder) for file in files}
-    is_cache = {file: any(part.startswith((".", "cache-")) for part in name.parts) for file, name in names.items()}
-    return sorted(file for file in files if not is_cache[file])
+    cached = {f for f in files if any(part.startswith((".", "cache-")) for part in f.relative_to(folder).parts)}
+    return sorted({*files} - cached)
 
 
 def _texts(value: Any) -> list[str]:
     values = value if isinstance(value, list | tuple) else [value]
     return [each for each in values if isinstance(each, str) and each and len(each) < 1000]
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions

@@ -25,10 +25,8 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 def save_state(state: Any, folder: Path, name: str) -> None:
-    """Write `<name>.json` and `<name>.safetensors`.
-
-    Raises ValueError with the path of a value that could not be read back.
-    """
+    """Write `<name>.json` and `<name>.safetensors`. Raises ValueError with the path of a value that could not be read
+    back."""
     writer = _Writer()
     text = json.dumps(writer.encode(state, name), indent=1)
     save_file(writer.tensors, folder / f"{name}.safetensors")

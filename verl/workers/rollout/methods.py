@@ -76,11 +76,8 @@ def rollout_env(
     compute_dtype: torch.dtype | None,
     training: schema.EngineConfig | schema.MegatronConfig | None = None,
 ) -> RolloutEnv:
-    """The `RolloutEnv` of a worker.
-
-    Args:
-        training: how training on the same devices is sharded; None: the rollout has its own devices.
-    """
+    """The `RolloutEnv` of a worker. training: how training on the same devices is sharded; None: the rollout has its
+    own devices."""
     size = config.tensor_model_parallel_size
     if worker.world_size % size:
         raise ValueError(
@@ -95,11 +92,9 @@ def rollout_env(
 
 
 def _stride(size: int, training: schema.EngineConfig | schema.MegatronConfig, ranks: int, on_host: int) -> int:
-    """The distance of two ranks of a tensor-parallel group, so that the shard of a rank is inside of its slice.
-
-    These are the groups of HybridFlow (Sheng et al. 2024, arXiv 2409.19256, section 5). The shards of FSDP count as
-    tensor-parallel. A group does not leave the host. 1: consecutive ranks.
-    """
+    """The distance of two ranks of a tensor-parallel group, so that the shard of a rank is inside of its slice, as in
+    HybridFlow (Sheng et al. 2024, arXiv 2409.19256, section 5). The shards of FSDP count as tensor-parallel. A group
+    does not leave the host. 1: consecutive ranks."""
     stages = 1
     if isinstance(training, schema.MegatronConfig):
         stages, shards = training.pipeline_model_parallel_size, training.tensor_model_parallel_size

@@ -170,10 +170,8 @@ class Rollout:
         max_over_ranks: Callable[[list[float]], list[float]],
         with_loops: bool,
     ) -> DataProto:
-        """The columns that `generate` returns, of these trajectories.
-
-        with_loops: whether agent loops have generated them, so that their metrics are reported.
-        """
+        """The columns that `generate` returns, of these trajectories. with_loops: whether agent loops have generated
+        them, so that their metrics are reported."""
         prompts = [trajectory.prompt_ids for trajectory in trajectories]
         limit = self.params.max_tokens
         responses = [trajectory.token_ids[:limit] for trajectory in trajectories]

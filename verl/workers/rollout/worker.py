@@ -89,10 +89,8 @@ class RolloutWorker(RolloutMethods):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, mesh="rollout")
     def submit_prompts(self, batch: DataProto | None) -> None:
-        """Start to generate in the background: one trajectory per row, in groups of rows with one uid.
-
-        batch: the columns of `generate_sequences`, one batch per tensor-parallel group; None: nothing.
-        """
+        """Start to generate in the background: one trajectory per row, in groups of rows with one uid. batch: the
+        columns of `generate_sequences`, one batch per tensor-parallel group; None: nothing."""
         if batch is None:
             return
         if self._service is None:
@@ -107,11 +105,9 @@ class RolloutWorker(RolloutMethods):
 
     @register(dispatch_mode=Dispatch.ONE_TO_GROUPS, mesh="rollout")
     def collect_finished(self, timeout: float) -> list[DataProto]:
-        """Return the groups that have ended, one batch per group, its rows in the order of `submit_prompts`.
-
-        Each has the columns of `generate_sequences`, uid, and weight_versions: spans (first token, version). Only
-        rank 0 of a tensor-parallel group returns any.
-        """
+        """Return the groups that have ended, one batch per group, its rows in the order of `submit_prompts`. Each has
+        the columns of `generate_sequences`, uid, and weight_versions: spans (first token, version). Only rank 0 of a
+        tensor-parallel group returns any."""
         finished = [] if self._service is None else self._service.collect(timeout)
         batches = []
         for uid, trajectories in finished:
