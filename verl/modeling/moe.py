@@ -49,25 +49,18 @@ class ExpertsFunction(Protocol):
 
 @dataclass(eq=False)
 class Routing:
-    """The routers of one model, their choices, and the choices that they replay.
+    """The routers of one model, their choices, and the choices that they replay."""
 
-    Attributes:
-        routers: in the order of the layers.
-        recorded: (N, L, k) recorded choices of the tokens of a forward pass, NOT_RECORDED where there are none; None:
-            no choices were recorded.
-        replays: whether the recorded choices are repeated; otherwise they are only compared.
-        used: per layer (N, k), the choices of the last forward pass.
-        computed: per layer (N, k), the choices without replay.
-        entropies: per layer (N,), of the router's distribution in nats, without gradient.
-        log: if not None, the choices of every call of a router are appended, layer by layer.
-    """
-
-    routers: list[nn.Module]
+    routers: list[nn.Module]  # in the order of the layers
+    # (N, L, k) recorded choices of the tokens of a forward pass, NOT_RECORDED where there are none; None: no choices
+    # were recorded
     recorded: torch.Tensor | None = None
-    replays: bool = True
-    used: list[torch.Tensor] = field(default_factory=list)
-    computed: list[torch.Tensor] = field(default_factory=list)
+    replays: bool = True  # whether the recorded choices are repeated; otherwise they are only compared
+    used: list[torch.Tensor] = field(default_factory=list)  # per layer (N, k), the choices of the last forward pass
+    computed: list[torch.Tensor] = field(default_factory=list)  # per layer (N, k), the choices without replay
+    # per layer (N,), of the router's distribution in nats, without gradient
     entropies: list[torch.Tensor] = field(default_factory=list)
+    # if not None, the choices of every call of a router are appended, layer by layer
     log: list[torch.Tensor] | None = None
 
     @property

@@ -65,28 +65,17 @@ def plan_shared_prefixes(columns: dict[str, torch.Tensor], lengths: Sequence[int
 
 @dataclass(frozen=True)
 class SharedPrefixLayout:
-    """The layout of packed rows with shared prefixes.
+    """The layout of packed rows with shared prefixes."""
 
-    Attributes:
-        rows: rows with tokens, in packed order.
-        queries: number of tokens of each of them.
-        kept: (N,) flat index of each token in (b * (P + T)).
-        start: (b,) index of the first token of a row.
-        end: (b,) index after the prompt of a row, which may be stored in another row.
-        own_prompt: (b,) whether the row contains its prompt.
-        source: (M,) the token of each key.
-        representative: (N,) one key of each token.
-        offsets, uses: (N + 1,) and (M,): the keys of token i are uses[offsets[i]] .. uses[offsets[i + 1] - 1].
-    """
-
-    rows: torch.Tensor
-    queries: torch.Tensor
-    kept: torch.Tensor
-    start: torch.Tensor
-    end: torch.Tensor
-    own_prompt: torch.Tensor
-    source: torch.Tensor
-    representative: torch.Tensor
+    rows: torch.Tensor  # rows with tokens, in packed order
+    queries: torch.Tensor  # number of tokens of each of them
+    kept: torch.Tensor  # (N,) flat index of each token in (b * (P + T))
+    start: torch.Tensor  # (b,) index of the first token of a row
+    end: torch.Tensor  # (b,) index after the prompt of a row, which may be stored in another row
+    own_prompt: torch.Tensor  # (b,) whether the row contains its prompt
+    source: torch.Tensor  # (M,) the token of each key
+    representative: torch.Tensor  # (N,) one key of each token
+    # offsets, uses: (N + 1,) and (M,): the keys of token i are uses[offsets[i]] .. uses[offsets[i + 1] - 1].
     offsets: torch.Tensor
     uses: torch.Tensor
 

@@ -96,19 +96,12 @@ def outside_language_model(module: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class VisionInput:
-    """The images and videos of one forward pass.
+    """The images and videos of one forward pass."""
 
-    Attributes:
-        tensors: the processor's tensors, of each distinct input once, or row by row for a model not in `PACKED`.
-        slots: (V,) flat index of the placeholder tokens in input_ids, ascending.
-        source: (V,) row of the features that replaces each; images come before videos.
-        text: placeholder tokens that are text, for a model not in `PACKED`.
-    """
-
-    tensors: Tensors
-    slots: torch.Tensor
-    source: torch.Tensor
-    text: "TextTokens | None" = None
+    tensors: Tensors  # the processor's tensors, of each distinct input once, or row by row for a model not in `PACKED`
+    slots: torch.Tensor  # (V,) flat index of the placeholder tokens in input_ids, ascending
+    source: torch.Tensor  # (V,) row of the features that replaces each; images come before videos
+    text: "TextTokens | None" = None  # placeholder tokens that are text, for a model not in `PACKED`
 
     def to(self, device: torch.device) -> "VisionInput":
         """A copy on a device."""
@@ -277,14 +270,10 @@ class TextTokens:
 
     The model gets `ids`, without these tokens, so that it places no image there. A hook replaces the input of its
     embedding layer, so that they are embedded as text.
-
-    Attributes:
-        ids: (b, L) int64, 0 at these tokens.
-        tokens: (b, L) int64, the original token at these tokens and -1 elsewhere.
     """
 
-    ids: torch.Tensor
-    tokens: torch.Tensor
+    ids: torch.Tensor  # (b, L) int64, 0 at these tokens
+    tokens: torch.Tensor  # (b, L) int64, the original token at these tokens and -1 elsewhere
 
     @classmethod
     def find(cls, config: Any, ids: torch.Tensor, text: torch.Tensor) -> "TextTokens":

@@ -17,16 +17,12 @@ SEARCH_INTERVAL = 8
 class StopStrings:
     """Ends a response with the token that completes one of `strings`.
 
-    Args:
-        strings: the stop strings.
-        decode: the tokenizer's method, token ids -> text.
-
     Raises:
         ValueError: no strings, or an empty one.
     """
 
-    strings: tuple[str, ...]
-    decode: Callable[[list[int]], str]
+    strings: tuple[str, ...]  # the stop strings
+    decode: Callable[[list[int]], str]  # the tokenizer's method, token ids -> text
 
     def __post_init__(self) -> None:
         if not self.strings or not all(self.strings):

@@ -285,15 +285,10 @@ def large_columns(value: Any) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Columns(Source):
-    """The large columns of one batch.
+    """The large columns of one batch."""
 
-    Attributes:
-        arrays: name -> (B, bytes of a row) uint8.
-        kinds: name -> (shape of a row, dtype).
-    """
-
-    arrays: Mapping[str, np.ndarray]
-    kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    arrays: Mapping[str, np.ndarray]  # name -> (B, bytes of a row) uint8
+    kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # name -> (shape of a row, dtype)
 
     def fetch(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         shape, dtype = self.kinds[name]

@@ -40,19 +40,13 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)
 
 @dataclass(frozen=True)
 class RankState:
-    """The observed state of a rank.
-
-    Attributes:
-        pid: Its process.
-        status: State of the process, as in psutil; None if its host could not be asked.
-        busy: Whether it has not replied to the call.
-    """
+    """The observed state of a rank."""
 
     rank: int
-    pid: int
+    pid: int  # its process
     host: str
-    status: str | None
-    busy: bool = True
+    status: str | None  # state of the process, as in psutil; None if its host could not be asked
+    busy: bool = True  # whether it has not replied to the call
 
     @property
     def is_stopped(self) -> bool:

@@ -18,21 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Result of one push.
+    """Result of one push."""
 
-    Attributes:
-        version: weight version.
-        bytes: sent to each rollout rank.
-        seconds: duration of the push.
-        checksum: of the full parameters that arrived, the same on all ranks; 0 if none was computed.
-        kept: bytes that the rollout rank had already and that were not sent to it.
-    """
-
-    version: int
-    bytes: int = 0
-    seconds: float = 0.0
-    checksum: int = 0
-    kept: int = 0
+    version: int  # weight version
+    bytes: int = 0  # sent to each rollout rank
+    seconds: float = 0.0  # duration of the push
+    checksum: int = 0  # of the full parameters that arrived, the same on all ranks; 0 if none was computed
+    kept: int = 0  # bytes that the rollout rank had already and that were not sent to it
 
 
 class WeightSource(Protocol):
@@ -45,13 +37,10 @@ class WeightSource(Protocol):
 
 @runtime_checkable
 class ShardSource(WeightSource, Protocol):
-    """A training engine whose shards can be read without gathering them.
+    """A training engine whose shards can be read without gathering them."""
 
-    Attributes:
-        replicas: the replicas of the weights that this rank belongs to, the smallest one first. Ranks with the same
-            number hold the weights together, or those of the experts. Empty: one replica.
-    """
-
+    # the replicas of the weights that this rank belongs to, the smallest one first. Ranks with the same number hold the
+    # weights together, or those of the experts. Empty: one replica.
     replicas: tuple[int, ...]
 
     def shard_layout(self) -> Sequence[Shard] | None:

@@ -125,15 +125,11 @@ class CollectiveSync(WeightSync):
 
 
 class _Header(NamedTuple):
-    """What rank 0 broadcasts before a push.
-
-    Attributes:
-        compares: whether rollout ranks compare what they store with what they have received.
-    """
+    """What rank 0 broadcasts before a push."""
 
     version: int
     bucket_bytes: int
-    compares: bool
+    compares: bool  # whether rollout ranks compare what they store with what they have received
 
 
 class _Sending:

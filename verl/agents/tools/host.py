@@ -23,19 +23,14 @@ _THREADS = 64  # for functions that are not async
 
 @dataclass(frozen=True)
 class ToolSettings:
-    """The tools that a host loads, and how it truncates responses.
+    """The tools that a host loads, and how it truncates responses."""
 
-    Args:
-        tool_config_path, function_tool_path, interaction_config_path: see `verl.agents.tools.load`.
-        max_response_length: longer responses of tools are truncated, in characters.
-        truncate_side: see `truncate_text`.
-    """
-
+    # tool_config_path, function_tool_path, interaction_config_path: see `verl.agents.tools.load`
     tool_config_path: str | None = None
     function_tool_path: str | None = None
     interaction_config_path: str | None = None
-    max_response_length: int = 256
-    truncate_side: str = "middle"
+    max_response_length: int = 256  # longer responses of tools are truncated, in characters
+    truncate_side: str = "middle"  # see `truncate_text`
 
 
 class ToolFailure(Exception):

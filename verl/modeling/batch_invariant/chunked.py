@@ -17,17 +17,11 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class Scores:
-    """How attention scores are computed.
+    """How attention scores are computed."""
 
-    Attributes:
-        scale: score = scale * (q k).
-        window: a query attends to the last `window` keys; None: to all.
-        softcap: score = softcap * tanh(score / softcap) if given.
-    """
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
+    scale: float  # score = scale * (q k)
+    window: int | None = None  # a query attends to the last `window` keys; None: to all
+    softcap: float | None = None  # score = softcap * tanh(score / softcap) if given
 
 
 #: rows of a GEMM: the first of these with which all rows are treated alike

@@ -53,55 +53,35 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one call. None means no limit.
+    """Limits of one call. None means no limit."""
 
-    Attributes:
-        wall_seconds: Elapsed time. The worker is killed when it is over.
-        cpu_seconds: CPU time of all threads, rounded up.
-        memory_bytes: Memory in addition to what the worker used before the call (Linux only). The call raises
-            MemoryError.
-        resident_bytes: Resident memory of the worker and its child processes (Linux only), checked every half second.
-            A worker above is killed, with its children.
-        output_bytes: Output that is kept. The rest is dropped, and the output says so.
-    """
-
-    wall_seconds: float | None = None
-    cpu_seconds: float | None = None
+    wall_seconds: float | None = None  # elapsed time. The worker is killed when it is over.
+    cpu_seconds: float | None = None  # CPU time of all threads, rounded up
+    # memory in addition to what the worker used before the call (Linux only). The call raises MemoryError.
     memory_bytes: int | None = None
+    # resident memory of the worker and its child processes (Linux only), checked every half second. A worker above is
+    # killed, with its children.
     resident_bytes: int | None = None
-    output_bytes: int = 1 << 16
+    output_bytes: int = 1 << 16  # output that is kept. The rest is dropped, and the output says so.
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the function at `address` (see `address_of`) with keyword arguments.
-
-    Attributes:
-        address: The function.
-        arguments: Its keyword arguments.
-        imports: Addresses of functions that are loaded before the call.
-    """
+    """A call of the function at `address` (see `address_of`) with keyword arguments."""
 
     address: tuple[str, str, str]
     arguments: Mapping[str, Any]
-    imports: tuple[tuple[str, str, str], ...] = ()
+    imports: tuple[tuple[str, str, str], ...] = ()  # addresses of functions that are loaded before the call
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a call.
+    """The result of a call."""
 
-    Attributes:
-        value: The return value, if the call succeeded.
-        failure: Otherwise, what happened: a predicate whose subject is the function.
-        cause: The exception behind the failure, if there is one.
-        over_limit: Whether the call exceeded a limit or ended its process.
-    """
-
-    value: Any = None
-    failure: str | None = None
-    cause: BaseException | None = None
-    over_limit: bool = False
+    value: Any = None  # the return value, if the call succeeded
+    failure: str | None = None  # otherwise, what happened: a predicate whose subject is the function
+    cause: BaseException | None = None  # the exception behind the failure, if there is one
+    over_limit: bool = False  # whether the call exceeded a limit or ended its process
 
     @classmethod
     def raised(cls, error: BaseException) -> "Outcome":

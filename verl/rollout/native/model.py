@@ -40,28 +40,17 @@ from verl.rollout.tensor_parallel import ALONE, TensorParallel
 
 @dataclass(frozen=True)
 class Family:
-    """How one architecture differs from Llama's.
+    """How one architecture differs from Llama's."""
 
-    Attributes:
-        fused: projections are stored as qkv_proj and gate_up_proj.
-        post_norms: norms after attention and MLP, too.
-        gemma: norms scale by 1 + w and embeddings by sqrt(hidden).
-        qk_norm: a norm per head on queries and keys.
-        window: which layers use sliding-window attention: "none", "all", or those of "layer_types" named
-            sliding_attention.
-        softcaps: config.attn_logit_softcapping applies.
-        rope_per_type: one set of rotary frequencies per layer type.
-        activation: name of the config attribute with the MLP's activation.
-    """
-
-    fused: bool = False
-    post_norms: bool = False
-    gemma: bool = False
-    qk_norm: bool = False
+    fused: bool = False  # projections are stored as qkv_proj and gate_up_proj
+    post_norms: bool = False  # norms after attention and MLP, too
+    gemma: bool = False  # norms scale by 1 + w and embeddings by sqrt(hidden)
+    qk_norm: bool = False  # a norm per head on queries and keys
+    # which layers use sliding-window attention: "none", "all", or those of "layer_types" named sliding_attention
     window: str = "none"
-    softcaps: bool = False
-    rope_per_type: bool = False
-    activation: str = "hidden_act"
+    softcaps: bool = False  # config.attn_logit_softcapping applies
+    rope_per_type: bool = False  # one set of rotary frequencies per layer type
+    activation: str = "hidden_act"  # name of the config attribute with the MLP's activation
 
 
 _GEMMA2 = Family(gemma=True, post_norms=True, softcaps=True, window="layer_types", activation="hidden_activation")
@@ -212,12 +201,7 @@ def _layer(layer: nn.Module, config, reader: "_Reader", kind: str | None, rope: 
 
 @dataclass(eq=False)
 class _Reader:
-    """Reads parameters: projections in `dtype`, optionally copied as (in, out); all others in `stream_dtype`.
-
-    Attributes:
-        pairs: (D,) order in which to read the dimensions of a query or key head; None if nothing is folded.
-        old: tensors of an earlier reading, whose memory is reused where shapes match.
-    """
+    """Reads parameters: projections in `dtype`, optionally copied as (in, out); all others in `stream_dtype`."""
 
     family: Family
     dtype: torch.dtype
@@ -225,8 +209,9 @@ class _Reader:
     transposed: bool
     heads: int
     kv_heads: int
+    # (D,) order in which to read the dimensions of a query or key head; None if nothing is folded
     pairs: torch.Tensor | None
-    old: Sequence[torch.Tensor]
+    old: Sequence[torch.Tensor]  # tensors of an earlier reading, whose memory is reused where shapes match
     tp: TensorParallel
     is_fp8: bool
     copies: list[torch.Tensor] = field(default_factory=list)

@@ -31,17 +31,13 @@ from verl.utils.rng import fork_seed
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Optional features of the installed SGLang, found from signatures and attributes.
+    """Optional features of the installed SGLang, found from signatures and attributes."""
 
-    Attributes:
-        update_sessions: a weight push is enclosed in `begin_weight_update` and `end_weight_update`. Running requests
-            can then be interrupted for it, and report which weights sampled which tokens.
-        routed_experts: the experts that the routers choose can be reported.
-        arguments: of `ServerArgs`, to which `sglang.Engine` passes its own; empty: not known.
-    """
-
+    # a weight push is enclosed in `begin_weight_update` and `end_weight_update`. Running requests can then be
+    # interrupted for it, and report which weights sampled which tokens.
     update_sessions: bool
-    routed_experts: bool = False
+    routed_experts: bool = False  # the experts that the routers choose can be reported
+    # of `ServerArgs`, to which `sglang.Engine` passes its own; empty: not known
     arguments: frozenset[str] = frozenset()
 
 

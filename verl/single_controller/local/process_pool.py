@@ -72,20 +72,16 @@ class _Rank:
 
 @dataclass
 class _PendingCall:
-    """A call that has not finished.
-
-    Attributes:
-        waiting: Ranks that have not replied.
-        started: When the processes began to work on it, as far as the pool knows; None while it is queued.
-    """
+    """A call that has not finished."""
 
     role: str
     method: str
     watch: CallWatch
-    waiting: set[int]
+    waiting: set[int]  # ranks that have not replied
     replies: dict[int, Message] = field(default_factory=dict)
     done: threading.Event = field(default_factory=threading.Event)
     error: WorkerError | None = None
+    # when the processes began to work on it, as far as the pool knows; None while it is queued
     started: float | None = None
 
 

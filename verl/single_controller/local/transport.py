@@ -76,18 +76,12 @@ class MemoryFile:
 
 @dataclass(frozen=True)
 class Message:
-    """A received message. The content stays packed until `load`.
-
-    Attributes:
-        call_id: The call that it belongs to.
-        content: The pickle, or a file with the sizes of the pickle and its buffers, and these.
-        files: Further memory files that were sent with it.
-    """
+    """A received message. The content stays packed until `load`."""
 
     kind: Kind
-    call_id: int
-    content: bytes | MemoryFile
-    files: tuple[MemoryFile, ...] = ()
+    call_id: int  # the call that it belongs to
+    content: bytes | MemoryFile  # the pickle, or a file with the sizes of the pickle and its buffers, and these
+    files: tuple[MemoryFile, ...] = ()  # further memory files that were sent with it
 
     def load(self) -> Any:
         """Unpack the value."""

@@ -20,17 +20,11 @@ logger = logging.getLogger("verl.rollout")
 
 
 class Position(NamedTuple):
-    """Where a chunk begins in a tensor.
+    """Where a chunk begins in a tensor."""
 
-    Attributes:
-        tensor: index in the sources or targets of `ChunkTable.copy`.
-        start: first element.
-        stride: elements from a row to the next one.
-    """
-
-    tensor: int
-    start: int
-    stride: int
+    tensor: int  # index in the sources or targets of `ChunkTable.copy`
+    start: int  # first element
+    stride: int  # elements from a row to the next one
 
     def view(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> torch.Tensor:
         """The chunk here; a contiguous one has one dimension."""
