@@ -39,20 +39,11 @@ class OperatorInput(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class PipelineRun:
-    """One batch on its way through the operators.
+    """One batch on its way through the operators; see `Pipeline` for `observer`, `log_level`, `label`, `spans` and
+    `running_since`.
 
-    Args:
-        operators: in list order.
-        deps: the dependencies of each operator.
-        processes: the processes that run each operator; None is the thread of the flow.
-        batch: the input of the first operator; None for a source.
-        observer: called after each operator.
-        log_level: level of the log line per operator.
-        label: prefix of the operators' names in the limits of waits.
-
-    Attributes:
-        spans: operator name -> (start, end).
-        running_since: operator name -> start, of running operators.
+    deps: the dependencies of each operator. processes: those that run each operator; None is the thread of the flow.
+    batch: the input of the first operator; None for a source.
     """
 
     operators: Sequence[Operator]

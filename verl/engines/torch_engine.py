@@ -69,7 +69,6 @@ class TorchEngine(TrainEngine):
     """A HuggingFace model, with master weights in model_dtype (float32) and computation in compute_dtype.
 
     Args:
-        spec: sections of the configuration, kind of model and device.
         sharding: layout over the ranks; by default one device.
         model: how to build the model; default: `resolve_model(spec)`.
         module: an existing module instead of loading one; single device only.

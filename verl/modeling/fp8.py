@@ -175,12 +175,10 @@ class Fp8Linear(nn.Linear):
 
 
 def use_fp8(module: nn.Module, quantization: str | None = "fp8") -> nn.Module:
-    """Let the linear layers in the decoder layers of a HuggingFace model compute in FP8, in place. Returns the module.
+    """With the key `model.quantization` at "fp8", let the linear layers in the decoder layers of a HuggingFace model
+    compute in FP8, in place. Returns the module.
 
     Other modules keep their dtype: the embedding, the head, norms, routers, experts and a vision tower.
-
-    Args:
-        quantization: the key of the `model` section; nothing changes unless it is "fp8".
     """
     if quantization != "fp8":
         return module

@@ -64,12 +64,8 @@ def _from_modelscope(name: str) -> str:
 
 
 def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool = False) -> Any:
-    """The HuggingFace config of a model.
-
-    Args:
-        path: see `model_source`.
-        overrides: attributes to set (`model.override_config`).
-        trust_remote_code: whether code that comes with the model may run.
+    """The HuggingFace config of a model. path: see `model_source`. overrides: attributes to set
+    (`model.override_config`).
 
     Raises:
         ValueError: there is no model, or its config has no attribute of an override's name or rejects its value.
@@ -237,9 +233,6 @@ def load_pretrained(
 
     Args:
         auto: the Auto class of transformers.
-        path: see `read_config`.
-        config: the HuggingFace config.
-        dtype: dtype of the parameters.
         new_prefix: parameters whose names start with one of them may be missing from the files.
         build: further arguments of `from_pretrained`.
 

@@ -277,13 +277,7 @@ class TextTokens:
 
     @classmethod
     def find(cls, config: Any, ids: torch.Tensor, text: torch.Tensor) -> "TextTokens":
-        """Find them in a batch.
-
-        Args:
-            config: the HuggingFace config of the whole model.
-            ids: (b, L) int64.
-            text: (b,) number of tokens at the end of each row that are text.
-        """
+        """Find them in a batch (b, L) int64. text: (b,) number of tokens at the end of each row that are text."""
         fields = config.to_dict()
         token_ids = [fields.get(f"{kind}_token_{key}") for kind in _PIXELS for key in ("id", "index")]
         tokens = torch.tensor([token for token in token_ids if token is not None], device=ids.device)
@@ -400,12 +394,7 @@ class VisionForward:
 def insert_features(
     embeds: torch.Tensor, features: Sequence[torch.Tensor], vision: VisionInput
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Replace the embeddings of placeholder tokens.
-
-    Args:
-        embeds: (b, L, H).
-        features: as `VisionForward.features` returns them.
-        vision: positions of the placeholders, and the feature of each.
+    """Replace the embeddings (b, L, H) of placeholder tokens by features, as `VisionForward.features` returns them.
 
     Returns:
         The embeddings, and the arguments of a language model that reads deepstack features.

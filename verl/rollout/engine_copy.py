@@ -194,11 +194,6 @@ class CopyRollout(RolloutEngine):
     """Base class of the engines of vLLM and SGLang, which run requests in a thread of the engine.
 
     Event loops of several threads share the batch, and so does a `generate` that runs at the same time.
-
-    Args:
-        copy: the model.
-        requests: runs the requests.
-        memory: GPU memory of the engine.
     """
 
     sampling_keys = SAMPLING_KEYS
@@ -270,14 +265,8 @@ class CopyRollout(RolloutEngine):
 
 
 class EngineReceiver:
-    """Base class of the receivers of vLLM and SGLang.
-
-    Args:
-        requests: of the engine.
-        memory: of the engine.
-        shapes: returns HuggingFace name -> shape of every parameter.
-        filled: whether the model has its weights.
-    """
+    """Base class of the receivers of vLLM and SGLang. shapes: returns HuggingFace name -> shape of every parameter.
+    filled: whether the model has its weights."""
 
     def __init__(
         self,

@@ -85,8 +85,6 @@ def check_engine_kwargs(
     those that the engine does not have.
 
     Args:
-        engine: vllm or sglang.
-        kwargs: the arguments.
         owned: argument -> the key that sets it, in addition to `OWNED`.
         not_supported: argument -> why it cannot be set, in addition to `NOT_SUPPORTED`.
         known: all arguments of the installed version; empty: not checked.

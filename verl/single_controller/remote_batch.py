@@ -37,14 +37,7 @@ class Source(ABC):
 
     @abstractmethod
     def fetch(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Copy rows of the column `name` to this process.
-
-        Args:
-            rows: (n,) int64 row indices.
-
-        Returns:
-            (n, *row_shape) CPU tensor.
-        """
+        """Copy rows, (n,) int64 indices, of the column `name` to this process: (n, *row_shape) on the CPU."""
 
 
 def assemble_rows(shape: Sequence[int], chunks: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -72,11 +65,7 @@ _EXPOSES_MEMORY = {_T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage, _T.d
 class RemoteTensor(torch.Tensor):
     """A (B, *row_shape) tensor whose rows are in other processes.
 
-    Row i is row `source_rows[i]` of column `name` of `sources[source_ids[i]]`.
-
-    Args:
-        source_ids: (B,) int64 indices into `sources`.
-        source_rows: (B,) int64 row indices within each source.
+    Row i is row `source_rows[i]` of column `name` of `sources[source_ids[i]]`; both indices are (B,) int64.
     """
 
     @staticmethod
@@ -233,12 +222,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def dumps(value: Any, to_reference: Callable[[Any], Any] = _no_reference) -> tuple[bytes, list[memoryview]]:
-    """Pickle a value, with the memory of its tensors and arrays out of band.
+    """Pickle a value, with the memory of its tensors and arrays out of band. Tensors arrive as CPU tensors without a
+    graph.
 
     Args:
-        value: Any picklable value. Tensors arrive as CPU tensors without a graph.
-        to_reference: Maps a value inside `value` to a picklable reference that is sent in its place, or to None to
-            send the value itself.
+        to_reference: Maps a value inside `value` to a picklable reference that is sent in its place, or to None to send
+            the value itself.
 
     Returns:
         The pickle, and the buffers in the order in which `loads` takes them.

@@ -35,13 +35,7 @@ ADDENDS = 1024
 
 
 def in_chunks(compute: Callable[..., torch.Tensor], size: int, *tensors: torch.Tensor) -> torch.Tensor:
-    """Compute in chunks of `size` entries of the first dimension; the last chunk is padded with zeros.
-
-    Args:
-        compute: computes each entry independently.
-        size: entries of a chunk.
-        tensors: (n, ...) each, with the same n >= 1.
-    """
+    """Compute each entry of tensors (n, ...), n >= 1, in chunks of `size` entries; the last chunk is padded with zeros."""
     count = len(tensors[0])
     fill = -count % size
     if fill:

@@ -145,13 +145,7 @@ class _Worker(HelperProcess):
         self._ready = False
 
     def start_calls(self, positions: Sequence[int], jobs: Sequence[tuple], limits: Limits) -> None:
-        """Run calls. A worker that is still starting receives them when it is ready.
-
-        Args:
-            positions: Positions of the calls.
-            jobs: (addresses, pickled arguments) of each call.
-            limits: Limits of each call.
-        """
+        """Run calls: (addresses, pickled arguments) of each. A worker that is starting receives them when it is ready."""
         self.positions, self._limits = deque(positions), limits
         self._number += 1
         self._message = pickle.dumps((self._number, limits, jobs))
@@ -262,17 +256,10 @@ class ProcessPool:
         return next(outcome for _, outcome in self.map([call], limits))
 
     def map(self, calls: Sequence[Call], limits: Limits) -> Iterator[tuple[int, Outcome]]:
-        """Run calls in parallel.
+        """Run calls in parallel; yield (position in `calls`, outcome) in the order in which the calls finish.
 
-        Closing the iterator kills the workers that are still busy.
-
-        Args:
-            calls: The calls.
-            limits: Limits of each call. Starting a worker and importing the function do not count; they have a limit of
-                `START_SECONDS`.
-
-        Yields:
-            (position in `calls`, outcome), in the order in which the calls finish.
+        Closing the iterator kills the workers that are still busy. The limits do not count the start of a worker and
+        the import of the function, which have a limit of `START_SECONDS`.
         """
         return _Run(self, calls, limits).outcomes()
 

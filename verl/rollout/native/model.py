@@ -89,13 +89,8 @@ _PROJECTIONS = (
 
 
 def is_readable(name: str, settings: Mapping[str, Any], module: nn.Module | None = None) -> bool:
-    """Whether `read_decoder` reads a model.
-
-    Args:
-        name: its architecture.
-        settings: the config of its language model by key.
-        module: None if it is not loaded yet.
-    """
+    """Whether `read_decoder` reads a model of this architecture. settings: the config of its language model by key.
+    module: None if it is not loaded yet."""
     family = FAMILIES.get(name)
     parts = () if module is None else module.named_modules()
     if any(type(part) not in (nn.Linear, Fp8Linear) for path, part in parts if path.rpartition(".")[2] in _PROJECTIONS):
@@ -273,12 +268,9 @@ class _Reader:
     def projection(
         self, factor: torch.Tensor | None = None, order: torch.Tensor | None = None, **linears: nn.Module
     ) -> Projection:
-        """Fuse projections of the same input.
+        """Fuse projections of the same input: `linears` by name, in the order of their outputs.
 
-        Args:
-            factor: (in,), multiplied into the matrix.
-            order: permutation of the outputs.
-            linears: the layers by name, in the order of their outputs.
+        factor: (in,), multiplied into the matrix. order: permutation of the outputs.
         """
         # `_joint` may return the memory of the trainer's parameters
         assert self.transposed or (factor is None and order is None), "folding without a copy"

@@ -134,11 +134,6 @@ def _check_eager(kwargs: dict[str, Any]) -> None:
 def engine_args(copy: EngineCopy, env: RolloutEnv, capabilities: Capabilities) -> dict[str, Any]:
     """Arguments of `sglang.Engine`.
 
-    Args:
-        copy: the model, and where its weights come from.
-        env: where the engine runs.
-        capabilities: of the installed SGLang.
-
     Raises:
         ValueError: an argument in `engine_kwargs.sglang` that is not supported, a quantized model, a dtype that SGLang
             does not support on this device, or choices of experts that this SGLang does not report.
