@@ -309,16 +309,14 @@ def create_public_manager(
     }
     if "overlong_buffer_cfg" in parameters and "overlong_buffer" in manager_kwargs:  # its name in public verl
         manager_kwargs["overlong_buffer_cfg"] = manager_kwargs.pop("overlong_buffer")
-    called = function
-    if function.func is resolve.default_compute_score:
-        called = replace(function, func=default_compute_score)
-    compute_score = _called_by_manager(
-        called, Isolation(kwargs.get("isolation", "none"), kwargs.get("memory_limit_mb")), kwargs.get("timeout")
-    )
+    is_default = function.func is resolve.default_compute_score
+    called = replace(function, func=default_compute_score) if is_default else function
+    isolation = Isolation(kwargs.get("isolation", "none"), kwargs.get("memory_limit_mb"))
+    compute_score = _called_by_manager(called, isolation, kwargs.get("timeout"))
     arguments = {"tokenizer": tokenizer, "compute_score": compute_score}
     if scores_samples:
-        arguments |= {"config": OmegaConf.create(dict(config or {})), "reward_router_address": None}
-        arguments |= {"reward_model_tokenizer": None}
+        config = OmegaConf.create(dict(config or {}))
+        arguments |= {"config": config, "reward_router_address": None, "reward_model_tokenizer": None}
     arguments |= common
     always = {"tokenizer", "compute_score", *({"config"} if scores_samples else {"num_examine", "reward_fn_key"})}
     passed = {name: v for name, v in arguments.items() if name in parameters or (accepts_any and name in always)}

@@ -148,13 +148,8 @@ class EngineRequests:
     def exclusive(self, caller: str, idle: bool = False) -> AbstractContextManager[Any]:
         """Context in which no request is computed.
 
-        Args:
-            caller: for the error.
-            idle: no request may be running.
-
-        Raises:
-            ValueError: requests are running, and `idle` is set or they cannot be interrupted.
-        """
+        Raises ValueError, which names the caller, if requests are running, and `idle` is set or they cannot be
+        interrupted."""
         return self.thread.exclusive(self._close(caller, idle), self._reopen)
 
 

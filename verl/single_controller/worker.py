@@ -3,7 +3,7 @@
 import socket
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,27 +18,17 @@ if TYPE_CHECKING:
 class RankEnv:
     """The distributed environment of one rank, with the names that `torchrun` uses."""
 
-    # rank, world_size: in the worker group
-    rank: int = 0
+    rank: int = 0  # in the worker group
     world_size: int = 1
-    # local_rank, local_world_size: on this host
-    local_rank: int = 0
+    local_rank: int = 0  # on this host
     local_world_size: int = 1
-    # master_addr, master_port: A free port at the address of rank 0, for `torch.distributed`
-    master_addr: str = "127.0.0.1"
+    master_addr: str = "127.0.0.1"  # of rank 0, with a free port for `torch.distributed`
     master_port: int = 0
 
     @property
     def env(self) -> dict[str, str]:
         """The environment variables that `torch.distributed.init_process_group("env://")` reads."""
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-        }
+        return {f.name.upper(): str(getattr(self, f.name)) for f in fields(self)}
 
 
 class Worker:

@@ -85,9 +85,7 @@ class AutoRecompute:
     def choose(self, tokens: list[int], optimizer: Any, max_over_ranks: Callable[[list[float]], list[float]]) -> None:
         """Recompute activations in the next update if those of some rank do not fit. Collective; on GPUs.
 
-        Args:
-            tokens: tokens of each micro-batch of this rank.
-        """
+        tokens: of each micro-batch of this rank."""
         device = next(self.chunks[0].parameters()).device
         free = free_bytes(device) - bytes_beside_activations(self.chunks, optimizer, device)
         is_needed = any(max_over_ranks([float(self.is_needed(max(tokens), len(tokens), free))]))

@@ -35,7 +35,7 @@ ADDENDS = 1024
 
 
 def in_chunks(compute: Callable[..., torch.Tensor], size: int, *tensors: torch.Tensor) -> torch.Tensor:
-    """Compute each entry of tensors (n, ...), n >= 1, in chunks of `size` entries; the last chunk is padded with zeros."""
+    """Compute the entries of tensors (n, ...), n >= 1, in chunks of `size`; the last one is padded with zeros."""
     count = len(tensors[0])
     fill = -count % size
     if fill:

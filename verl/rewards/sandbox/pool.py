@@ -145,7 +145,7 @@ class _Worker(HelperProcess):
         self._ready = False
 
     def start_calls(self, positions: Sequence[int], jobs: Sequence[tuple], limits: Limits) -> None:
-        """Run calls: (addresses, pickled arguments) of each. A worker that is starting receives them when it is ready."""
+        """Run calls, (addresses, pickled arguments) each. A worker that starts receives them when it is ready."""
         self.positions, self._limits = deque(positions), limits
         self._number += 1
         self._message = pickle.dumps((self._number, limits, jobs))

@@ -121,16 +121,6 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
-def _check_eager(kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for arguments with which SGLang captures graphs or compiles despite `disable_cuda_graph`."""
-    for name in _NOT_EAGER:
-        if kwargs.get(name) not in (None, False, "disabled"):
-            raise ValueError(
-                f"rollout.engine_kwargs.sglang.{name} contradicts rollout.enforce_eager=true, which disables CUDA "
-                "graphs and torch.compile: remove one of them"
-            )
-
-
 def engine_args(copy: EngineCopy, env: RolloutEnv, capabilities: Capabilities) -> dict[str, Any]:
     """Arguments of `sglang.Engine`.
 
@@ -142,8 +132,12 @@ def engine_args(copy: EngineCopy, env: RolloutEnv, capabilities: Capabilities) -
     kwargs = dict(config.engine_kwargs.sglang)
     check_kwargs(kwargs, capabilities.arguments)
     check_dtype(copy.dtype, env.device)
-    if config.enforce_eager:
-        _check_eager(kwargs)
+    for name in _NOT_EAGER if config.enforce_eager else ():
+        if kwargs.get(name) not in (None, False, "disabled"):
+            raise ValueError(
+                f"rollout.engine_kwargs.sglang.{name} contradicts rollout.enforce_eager=true, which disables CUDA "
+                "graphs and torch.compile: remove one of them"
+            )
     args = shared_args(copy) | {
         "model_path": copy.model.path,
         "tp_size": env.tp_size,

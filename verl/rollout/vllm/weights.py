@@ -117,8 +117,6 @@ class ParameterNames:
 
 # ---- layers of experts ----------------------------------------------------------------------------------------------
 
-# Kernels for a CPU compute with packed weights.
-
 #: vLLM's kernels that compute with `w13_weight` and `w2_weight` as they are loaded; those for a CPU pack them
 _PLAIN, _PACKED = "TRITON", "CPU"
 
