@@ -32,20 +32,15 @@ _CONSTANTS = ("inv_freq", "cos_cached", "sin_cached", "position_ids", "masked_bi
 
 
 def model_source(path: str) -> str:
-    """Return the source of a model or tokenizer: the path itself, or a folder downloaded from ModelScope.
-
-    Args:
-        path: a folder, or an id of a hub. With VERL_USE_MODELSCOPE=True, an id is one of ModelScope.
+    """Return the source of a model or tokenizer: the path itself, or with VERL_USE_MODELSCOPE=True, if it is no folder, a
+    folder downloaded from ModelScope.
 
     Raises:
         ImportError: modelscope is not installed.
         ValueError: ModelScope has no such model, or cannot be reached.
     """
-    if os.environ.get("VERL_USE_MODELSCOPE", "").lower() not in ("true", "1") or os.path.isdir(
-        os.path.expanduser(path)
-    ):
-        return path
-    return _from_modelscope(path)
+    is_enabled = os.environ.get("VERL_USE_MODELSCOPE", "").lower() in ("true", "1")
+    return _from_modelscope(path) if is_enabled and not os.path.isdir(os.path.expanduser(path)) else path
 
 
 @functools.cache

@@ -134,18 +134,10 @@ class Media:
                 f"expected prompts without images, found multi_modal_inputs in the batch: {config.model_type} is a "
                 "text model. Use a vision-language model, or data without images"
             )
-        index_of: dict[int, int] = {}
-        self.inputs: list[Mapping[str, Any]] = []
-        index = []
-        for row in rows:
-            if not row:
-                index.append(-1)
-                continue
-            if id(row) not in index_of:
-                index_of[id(row)] = len(self.inputs)
-                self.inputs.append(row)
-            index.append(index_of[id(row)])
-        self.index = torch.tensor(index)
+        distinct = {id(row): row for row in rows if row}
+        self.inputs: list[Mapping[str, Any]] = list(distinct.values())
+        numbers = {key: number for number, key in enumerate(distinct)}
+        self.index = torch.tensor([numbers.get(id(row), -1) for row in rows])
 
     def positions(self, columns: Tensors) -> torch.Tensor:
         """The column position_ids, computed for a model with mRoPE if the column has one axis."""
