@@ -32,8 +32,8 @@ _CONSTANTS = ("inv_freq", "cos_cached", "sin_cached", "position_ids", "masked_bi
 
 
 def model_source(path: str) -> str:
-    """Return the source of a model or tokenizer: the path itself, or with VERL_USE_MODELSCOPE=True, if it is no folder, a
-    folder downloaded from ModelScope.
+    """Return the source of a model or tokenizer: the path itself, or, with VERL_USE_MODELSCOPE=True and no folder of
+    this name, a folder downloaded from ModelScope.
 
     Raises:
         ImportError: modelscope is not installed.

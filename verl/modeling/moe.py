@@ -259,11 +259,7 @@ def weighted_sum(outputs: torch.Tensor, order: torch.Tensor, weights: torch.Tens
 
 
 class RoutingStatistics:
-    """Sums over forward passes, from which the metrics moe/* of an update are computed.
-
-    Args:
-        routing: the routers of the model.
-    """
+    """Sums over forward passes of a model, from which the metrics moe/* of an update are computed."""
 
     def __init__(self, routing: Routing):
         self.routing = routing
@@ -271,11 +267,7 @@ class RoutingStatistics:
 
     @torch.no_grad()
     def add(self, valid: torch.Tensor | None = None) -> None:
-        """Add the last forward pass.
-
-        Args:
-            valid: (N,) bool, which tokens count; None: all.
-        """
+        """Add the last forward pass. valid: (N,) bool, which tokens count; None: all."""
         routing = self.routing
         used, computed, recorded = routing.choices(), torch.stack(routing.computed, 1), routing.recorded
         if valid is not None:

@@ -128,19 +128,14 @@ class ChunkRouting:
 
 
 class StageRouting:
-    """The routers of this rank.
-
-    Attributes:
-        replays: whether recorded choices are repeated; otherwise they are only compared.
-        trains: whether the pass has a backward pass.
-        records: whether the choices are kept, for `recorded`.
-        counts: whether statistics are kept, for `metrics`.
-    """
+    """The routers of this rank."""
 
     def __init__(self, chunks: Sequence[Any], hf: Any, ranks: ParallelRanks):
         self.ranks = ranks
         numbers = [i for i, is_sparse in enumerate(sparse_layers(hf)) if is_sparse]
         self.layers, self.experts, self.top_k = len(numbers), hf.num_local_experts, hf.num_experts_per_tok
+        # whether recorded choices are repeated or only compared, whether the pass has a backward pass, and whether the
+        # choices are kept, for `recorded`, and statistics, for `metrics`
         self.replays, self.trains, self.records, self.counts = True, False, False, False
         self.chunks: list[ChunkRouting] = []
         for chunk in chunks:

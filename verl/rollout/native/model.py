@@ -115,9 +115,7 @@ def read_decoder(
     Args:
         module: a HuggingFace model, unsharded, or with this rank's slices of the parameters (`native.slices`).
         dtype: None for the parameters' dtype, without a copy. Any other dtype copies the projections as they are now.
-        transpose_limit: see TRANSPOSE_LIMIT.
         reuse: an earlier result, whose memory is reused for copies.
-        tp: the ranks that hold the model.
         quantized: quantize the layers that compute in FP8; otherwise only the sizes of the result are valid.
 
     Raises:

@@ -22,12 +22,7 @@ _FILTER_KEYS = ("temperature", *FILTERS)
 
 
 def arguments_of(job: Job, records: bool = False) -> dict[str, Any]:
-    """Arguments of `Engine.async_generate` that continue the tokens of a job.
-
-    Args:
-        job: the request, and its tokens so far.
-        records: report the experts that the routers choose.
-    """
+    """Arguments of `Engine.async_generate` that continue the tokens of a job. records: report the chosen experts."""
     request, params, stops = job.request, job.request.params, list(job.request.params.active_stop_ids)
     sampling: dict[str, Any] = {
         "max_new_tokens": params.max_tokens - len(job.token_ids),

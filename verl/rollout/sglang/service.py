@@ -32,13 +32,10 @@ class ProcessFailed(RuntimeError):
 
 
 class FailureHandler:
-    """Handler of SIGQUIT, which SGLang's processes send to this one when they fail.
-
-    Attributes:
-        service: whose requests fail then; None while the engine starts, which is interrupted by `ProcessFailed`.
-    """
+    """Handler of SIGQUIT, which SGLang's processes send to this one when they fail."""
 
     def __init__(self) -> None:
+        # whose requests fail then; None while the engine starts, which is interrupted by `ProcessFailed`
         self.service: Service | None = None
 
     def __call__(self, signum: int, frame: Any) -> None:

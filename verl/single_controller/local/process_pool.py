@@ -91,7 +91,6 @@ class ProcessPool:
     Args:
         timeout: Seconds that a call, or the construction of the workers, may take; or limits by measured durations.
         devices: Indices of the visible GPUs, rank i uses the i-th of them; None leaves CUDA_VISIBLE_DEVICES unchanged.
-        env: Environment variables in addition to those of this process.
 
     Raises:
         WorkerError: A worker could not be constructed.

@@ -176,12 +176,7 @@ class ShardReader:
 
 
 class Peers:
-    """The ranks of a reshard.
-
-    Args:
-        group: their process group; None: all ranks, or this process if torch.distributed is not initialized.
-        device: of the weights.
-    """
+    """The ranks of a reshard. group: of these ranks; None: all, or this process without torch.distributed."""
 
     def __init__(self, group: Any, device: torch.device):
         self.group = dist.group.WORLD if group is None and dist.is_initialized() else group
@@ -251,9 +246,7 @@ class ReshardSync(WeightSync):
 
     Args:
         rollout: the rollout engine; its receiver is a `SlicedWeights`.
-        device: of the weights.
         bucket_bytes: max bytes that a rank sends, keeps and receives in one bucket; two are in memory.
-        group: the process group of the ranks; None: all.
         check_every: see `WeightSync`. A comparison gathers all parameters.
     """
 
