@@ -290,10 +290,7 @@ class TorchEngine(TrainEngine):
     # ---- optimizer ----------------------------------------------------------------------------------------------
 
     def _step(self, loss: torch.Tensor) -> dict[str, float]:
-        """Clip the gradient and take an optimizer step; skip it if the gradient or the loss is not finite.
-
-        loss: this rank's share.
-        """
+        """Clip the gradient and take a step; skip it if gradient or loss (this rank's share) is not finite."""
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         assert parameters, "no parameter got a gradient: the loss does not depend on the model"
         norm = optimizer.gradient_norm([p.grad for p in parameters])

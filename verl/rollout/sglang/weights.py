@@ -15,12 +15,7 @@ from verl.weight_sync.buckets import BUCKET_BYTES, pack
 
 
 class SglangMemory(EngineMemory):
-    """Frees weights and KV cache by SGLang's memory saver. Weights are lost.
-
-    Args:
-        service: the engine.
-        saves: whether the memory saver is on.
-    """
+    """Frees weights and KV cache by SGLang's memory saver, if it is on (`saves`). Weights are lost."""
 
     def __init__(self, service: Service, saves: bool):
         super().__init__(saves)
