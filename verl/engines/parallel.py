@@ -139,7 +139,7 @@ def planned_layers(trunk: nn.Module, model: str) -> dict[str, str]:
                 f"(expected a Linear as one of {sorted(_STYLES)}): use {KEY} 1"
             )
         layers[name] = style
-    for block in dict.fromkeys(name.rpartition(".")[0] for name in layers):  # every parameter in it, for its gradient
+    for block in dict.fromkeys(name.rpartition(".")[0] for name in layers):  # others would get incomplete gradients
         for parameter, _ in trunk.get_submodule(block).named_parameters():
             name = f"{block}.{parameter}".rpartition(".")[0]
             if name not in layers:
