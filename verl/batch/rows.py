@@ -14,13 +14,18 @@ from verl.columns import DataProtoValidationError
 
 @dataclass
 class DataProtoItem:
-    """One row of a batch, as `batch[i]` returns it."""
+    """One row of a batch, as `batch[i]` returns it.
 
-    # the row of every tensor column, without the batch dimension: `item.batch["responses"]` has shape (T,). None if
-    # there are none, as in `DataProto`.
+    Attributes:
+        batch: the row of every tensor column, without the batch dimension: `item.batch["responses"]` has shape (T,).
+            None if there are none, as in `DataProto`.
+        non_tensor_batch: the entry of every object column.
+        meta_info: the metadata of the batch.
+    """
+
     batch: TensorDict | None = None
-    non_tensor_batch: dict[str, Any] = field(default_factory=dict)  # the entry of every object column
-    meta_info: dict[str, Any] = field(default_factory=dict)  # the metadata of the batch
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
 
 
 class Rows:

@@ -222,12 +222,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def dumps(value: Any, to_reference: Callable[[Any], Any] = _no_reference) -> tuple[bytes, list[memoryview]]:
-    """Pickle a value, with the memory of its tensors and arrays out of band. Tensors arrive as CPU tensors without a
-    graph.
+    """Pickle a value, with the memory of its tensors and arrays out of band.
 
     Args:
-        to_reference: Maps a value inside `value` to a picklable reference that is sent in its place, or to None to send
-            the value itself.
+        value: Any picklable value. Tensors arrive as CPU tensors without a graph.
+        to_reference: Maps a value inside `value` to a picklable reference that is sent in its place, or to None to
+            send the value itself.
 
     Returns:
         The pickle, and the buffers in the order in which `loads` takes them.
