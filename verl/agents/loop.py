@@ -63,16 +63,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive tokens by one author.
-
-    Args:
-        token_ids: the tokens.
-        author: POLICY, or another source such as "tool" or "user".
-        log_probs: one per token of the policy, as reported by the engine; empty for other authors.
-    """
+    """Consecutive tokens by one author."""
 
     token_ids: list[int]
-    author: str
+    author: str  # POLICY, or another source such as "tool" or "user"
+    # one per token of the policy, as reported by the engine; empty for other authors
     log_probs: list[float] = field(default_factory=list)
 
 

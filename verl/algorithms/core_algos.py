@@ -121,14 +121,9 @@ class AdvantageEstimator(StrEnum):
 
 
 def _with_public_signature(name: str, fn: Callable, parameters: str) -> Callable:
-    """Return `fn` as the function `name` of public verl.
+    """Return `fn` as the function `name` of public verl, with its parameters ("a b=1").
 
     `index` is passed as `uid`; parameters that `fn` does not have (`epsilon`, `config`) are accepted and ignored.
-
-    Args:
-        name: key of `_FUNCTIONS`.
-        fn: a function of this package.
-        parameters: public verl's parameters: "a b=1".
     """
     kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
     pairs = [parameter.partition("=") for parameter in parameters.split()]

@@ -369,18 +369,14 @@ def concat_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                             f"concat: meta_info[{name!r}]: expected a dict or a list of dicts in every batch, found "
                             f"{type(part).__name__}: {part!r:.80}"
                         )
-                    _append_values(joined.setdefault(name, {}), part)
+                    lists = joined.setdefault(name, {})
+                    for key, entry in part.items():  # a list, as an earlier concat made it, is joined value by value
+                        lists.setdefault(key, []).extend(entry if isinstance(entry, list) else [entry])
             elif not same(joined.setdefault(name, value), value):
                 raise DataProtoValidationError(
                     f"concat: meta_info[{name!r}] is {joined[name]!r} in one batch and {value!r} in another"
                 )
     return joined
-
-
-def _append_values(lists: dict[str, list], values: Mapping[str, Any]) -> None:
-    """Append each value to the list of its name; a list, as an earlier concat made it, is appended value by value."""
-    for name, value in values.items():
-        lists.setdefault(name, []).extend(value if isinstance(value, list) else [value])
 
 
 # ---- plain containers, under the names of public verl ---------------------------------------------------------------

@@ -158,15 +158,11 @@ def edges(operators: Iterable[Operator]) -> list[tuple[str, str, str]]:
 
 @dataclass(frozen=True)
 class Dependencies:
-    """Dependencies of one operator, and the columns that it must not see.
+    """Dependencies of one operator, and the columns that it must not see."""
 
-    Attributes:
-        ancestors: positions of all operators that it depends on, directly or not.
-        hidden: columns written by concurrent operators. An operator sees the columns of its ancestors and those that
-            it reads, so the order of concurrent operators changes no number.
-    """
-
-    ancestors: frozenset[int]
+    ancestors: frozenset[int]  # positions of all operators that it depends on, directly or not
+    # columns written by concurrent operators. An operator sees the columns of its ancestors and those that it reads, so
+    # the order of concurrent operators changes no number.
     hidden: frozenset[str]
 
 

@@ -39,20 +39,11 @@ class OperatorInput(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class PipelineRun:
-    """One batch on its way through the operators.
+    """One batch on its way through the operators; see `Pipeline` for `observer`, `log_level`, `label`, `spans` and
+    `running_since`.
 
-    Args:
-        operators: in list order.
-        deps: the dependencies of each operator.
-        processes: the processes that run each operator; None is the thread of the flow.
-        batch: the input of the first operator; None for a source.
-        observer: called after each operator.
-        log_level: level of the log line per operator.
-        label: prefix of the operators' names in the limits of waits.
-
-    Attributes:
-        spans: operator name -> (start, end).
-        running_since: operator name -> start, of running operators.
+    deps: the dependencies of each operator. processes: those that run each operator; None is the thread of the flow.
+    batch: the input of the first operator; None for a source.
     """
 
     operators: Sequence[Operator]
@@ -91,8 +82,13 @@ class PipelineRun:
         Blocks until an operator is ready. Raises the error of an operator that failed in another thread.
         """
         while self._waiting or self._running:
-            if self._running:
-                self._collect_finished()
+            # the operators that ended in other threads, in list order
+            for i, future in sorted((self._running[future][0], future) for future in self._running if future.done()):
+                _, op_input = self._running.pop(future)
+                if (error := future.exception()) is not None:
+                    self.annotate(i, error)
+                    raise error
+                self.end(i, op_input, *future.result())
             ready = [i for i in self._waiting if self._prerequisites[i] <= self._ended]
             for i in ready:
                 if self.processes[i] is not None:
@@ -174,16 +170,6 @@ class PipelineRun:
         self.running_since[op.name] = time.perf_counter()
         # a daemon, because a run that ends with an error does not wait for its threads; their processes end with it
         threading.Thread(target=work, name=f"operator {op.name}", daemon=True).start()
-
-    def _collect_finished(self) -> None:
-        """Record the operators that ended in other threads, in list order. Raises the first error."""
-        done = sorted((self._running[future][0], future) for future in self._running if future.done())
-        for i, future in done:
-            _, op_input = self._running.pop(future)
-            if (error := future.exception()) is not None:
-                self.annotate(i, error)
-                raise error
-            self.end(i, op_input, *future.result())
 
 
 # ---- the batch after an operator ------------------------------------------------------------------------------------

@@ -26,17 +26,12 @@ BUCKET_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class _Parameter:
-    """A parameter to gather.
-
-    Attributes:
-        group: the ranks over which FSDP shards its rows; None for any other layout.
-        size: elements of the largest shard of any rank.
-    """
+    """A parameter to gather."""
 
     name: str
     tensor: torch.Tensor
-    group: dist.ProcessGroup | None
-    size: int
+    group: dist.ProcessGroup | None  # the ranks over which FSDP shards its rows; None for any other layout
+    size: int  # elements of the largest shard of any rank
 
     @classmethod
     def describe(cls, name: str, tensor: torch.Tensor) -> "_Parameter":

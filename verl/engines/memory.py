@@ -83,12 +83,10 @@ def saved_bytes_per_token(run: Callable[[int], object], vocab_size: int) -> floa
 
 
 def with_images(activations: ActivationBytes, module: nn.Module, itemsize: int) -> ActivationBytes:
-    """`measure_activations` of a batch with images: every token counts as one of an image.
+    """`measure_activations` of a batch with images, with `itemsize` bytes per element: every token counts as one of an
+    image.
 
     A tower with unknown sizes (`tower_sizes`) is not counted.
-
-    Args:
-        itemsize: bytes of an element of the computation.
     """
     trained = [p for p in tower_of(module)[1].parameters() if p.requires_grad]
     sizes = tower_sizes(module.config)

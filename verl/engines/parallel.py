@@ -40,8 +40,7 @@ _NO_TIMEOUT = timedelta(days=1)
 def init_process_group(device: torch.device, timeout: float | None = None) -> None:
     """Join the group described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, unless it is joined already.
 
-    Args:
-        timeout: timeout of collectives in seconds; None: the controller detects hangs.
+    timeout: of collectives, in seconds; None: the controller detects hangs.
     """
     if dist.is_initialized():
         return
@@ -140,17 +139,14 @@ def planned_layers(trunk: nn.Module, model: str) -> dict[str, str]:
                 f"(expected a Linear as one of {sorted(_STYLES)}): use {KEY} 1"
             )
         layers[name] = style
-    _check_blocks(trunk, layers, f"{model}: {source}")
-    return layers
-
-
-def _check_blocks(trunk: nn.Module, layers: Mapping[str, str], source: str) -> None:
-    """Check that every parameter inside a sharded block is in the plan; otherwise its gradient would be incomplete."""
-    for block in dict.fromkeys(name.rpartition(".")[0] for name in layers):
+    for block in dict.fromkeys(name.rpartition(".")[0] for name in layers):  # others would get incomplete gradients
         for parameter, _ in trunk.get_submodule(block).named_parameters():
             name = f"{block}.{parameter}".rpartition(".")[0]
             if name not in layers:
-                raise ValueError(f"{source} does not say how {name} is sharded: use {KEY} 1, or another version of it")
+                raise ValueError(
+                    f"{model}: {source} does not say how {name} is sharded: use {KEY} 1, or another version of it"
+                )
+    return layers
 
 
 def _check_sizes(trunk: nn.Module, layers: Mapping[str, str], size: int) -> None:

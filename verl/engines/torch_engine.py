@@ -69,7 +69,6 @@ class TorchEngine(TrainEngine):
     """A HuggingFace model, with master weights in model_dtype (float32) and computation in compute_dtype.
 
     Args:
-        spec: sections of the configuration, kind of model and device.
         sharding: layout over the ranks; by default one device.
         model: how to build the model; default: `resolve_model(spec)`.
         module: an existing module instead of loading one; single device only.
@@ -291,10 +290,7 @@ class TorchEngine(TrainEngine):
     # ---- optimizer ----------------------------------------------------------------------------------------------
 
     def _step(self, loss: torch.Tensor) -> dict[str, float]:
-        """Clip the gradient and take an optimizer step; skip it if the gradient or the loss is not finite.
-
-        loss: this rank's share.
-        """
+        """Clip the gradient and take a step; skip it if gradient or loss (this rank's share) is not finite."""
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         assert parameters, "no parameter got a gradient: the loss does not depend on the model"
         norm = optimizer.gradient_norm([p.grad for p in parameters])

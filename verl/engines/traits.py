@@ -14,29 +14,20 @@ from verl.utils.packages import Package
 
 @dataclass(frozen=True)
 class TrainTraits:
-    """The traits of a training engine.
+    """The traits of a training engine."""
 
-    Attributes:
-        name: the value of `strategy`.
-        factory: "module:function" of a spec that makes the engine.
-        package: the package that it needs.
-        model_parallel: ranks compute with slices of the model (tensor, pipeline, expert), by the settings of the
-            section `megatron`; False: weights are sharded and gathered layer by layer, by those of the FSDP section.
-            None: not declared, so that no setting is reported as without effect.
-        router_replay: it replays the choices of the routers of a mixture of experts.
-        candidates: it computes the log-probs of several tokens per position (`engines.base.NUM_CANDIDATES`).
-        token_filters: it computes log-probs over the tokens that the filters of sampling keep (`TrainEngine.infer`).
-        check_device: "module:function" that raises ValueError if the engine does not run on a device.
-    """
-
-    name: str
-    factory: str = ""
-    package: Package | None = None
+    name: str  # the value of `strategy`
+    factory: str = ""  # "module:function" of a spec that makes the engine
+    package: Package | None = None  # the package that it needs
+    # ranks compute with slices of the model (tensor, pipeline, expert), by the settings of the section `megatron`;
+    # False: weights are sharded and gathered layer by layer, by those of the FSDP section. None: not declared, so that
+    # no setting is reported as without effect.
     model_parallel: bool | None = None
-    router_replay: bool = False
-    candidates: bool = True
+    router_replay: bool = False  # it replays the choices of the routers of a mixture of experts
+    candidates: bool = True  # it computes the log-probs of several tokens per position (`engines.base.NUM_CANDIDATES`)
+    # it computes log-probs over the tokens that the filters of sampling keep (`TrainEngine.infer`)
     token_filters: bool = False
-    check_device: str = ""
+    check_device: str = ""  # "module:function" that raises ValueError if the engine does not run on a device
 
     def missing_package(self) -> str | None:
         """The error message if the package is not installed."""

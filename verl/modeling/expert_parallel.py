@@ -54,19 +54,12 @@ class _SumOfCopies(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """The ranks that share the experts of a model; see `moe.ExpertsFunction`.
+    """The ranks that share the experts of a model; see `moe.ExpertsFunction`."""
 
-    Attributes:
-        group: their process group. Rank i of it holds the experts i e to (i + 1) e - 1.
-        size: number of ranks.
-        gradient_scale: factor on the gradients of the parameters.
-        compute: computes the experts of this rank.
-    """
-
-    group: dist.ProcessGroup
-    size: int
-    gradient_scale: float
-    compute: ExpertsFunction
+    group: dist.ProcessGroup  # their process group. Rank i of it holds the experts i e to (i + 1) e - 1.
+    size: int  # number of ranks
+    gradient_scale: float  # factor on the gradients of the parameters
+    compute: ExpertsFunction  # computes the experts of this rank
 
     def __call__(
         self, module: nn.Module, x: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor

@@ -32,18 +32,13 @@ logger = logging.getLogger("verl.modeling")
 
 
 class Quantized(NamedTuple):
-    """A matrix in FP8.
+    """A matrix in FP8."""
 
-    Attributes:
-        codes: (rows, columns) E4M3; without `scales`, the values that they stand for.
-        scales: float32. Of a weight: (N / 128, K / 128), with the columns padded to a multiple of 4. Of rows:
-            (K / 128, M), with M and the rows of `codes` padded to a multiple of 4.
-        rows: M without padding.
-    """
-
-    codes: torch.Tensor
+    codes: torch.Tensor  # (rows, columns) E4M3; without `scales`, the values that they stand for
+    # float32. Of a weight: (N / 128, K / 128), with the columns padded to a multiple of 4. Of rows: (K / 128, M), with
+    # M and the rows of `codes` padded to a multiple of 4.
     scales: torch.Tensor | None = None
-    rows: int = 0
+    rows: int = 0  # M without padding
 
 
 def has_kernels(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
@@ -180,12 +175,10 @@ class Fp8Linear(nn.Linear):
 
 
 def use_fp8(module: nn.Module, quantization: str | None = "fp8") -> nn.Module:
-    """Let the linear layers in the decoder layers of a HuggingFace model compute in FP8, in place. Returns the module.
+    """With the key `model.quantization` at "fp8", let the linear layers in the decoder layers of a HuggingFace model
+    compute in FP8, in place. Returns the module.
 
     Other modules keep their dtype: the embedding, the head, norms, routers, experts and a vision tower.
-
-    Args:
-        quantization: the key of the `model` section; nothing changes unless it is "fp8".
     """
     if quantization != "fp8":
         return module

@@ -32,20 +32,15 @@ _CONSTANTS = ("inv_freq", "cos_cached", "sin_cached", "position_ids", "masked_bi
 
 
 def model_source(path: str) -> str:
-    """Return the source of a model or tokenizer: the path itself, or a folder downloaded from ModelScope.
-
-    Args:
-        path: a folder, or an id of a hub. With VERL_USE_MODELSCOPE=True, an id is one of ModelScope.
+    """Return the source of a model or tokenizer: the path itself, or, with VERL_USE_MODELSCOPE=True and no folder of
+    this name, a folder downloaded from ModelScope.
 
     Raises:
         ImportError: modelscope is not installed.
         ValueError: ModelScope has no such model, or cannot be reached.
     """
-    if os.environ.get("VERL_USE_MODELSCOPE", "").lower() not in ("true", "1") or os.path.isdir(
-        os.path.expanduser(path)
-    ):
-        return path
-    return _from_modelscope(path)
+    is_enabled = os.environ.get("VERL_USE_MODELSCOPE", "").lower() in ("true", "1")
+    return _from_modelscope(path) if is_enabled and not os.path.isdir(os.path.expanduser(path)) else path
 
 
 @functools.cache
@@ -64,12 +59,8 @@ def _from_modelscope(name: str) -> str:
 
 
 def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool = False) -> Any:
-    """The HuggingFace config of a model.
-
-    Args:
-        path: see `model_source`.
-        overrides: attributes to set (`model.override_config`).
-        trust_remote_code: whether code that comes with the model may run.
+    """The HuggingFace config of a model. path: see `model_source`. overrides: attributes to set
+    (`model.override_config`).
 
     Raises:
         ValueError: there is no model, or its config has no attribute of an override's name or rejects its value.
@@ -237,9 +228,6 @@ def load_pretrained(
 
     Args:
         auto: the Auto class of transformers.
-        path: see `read_config`.
-        config: the HuggingFace config.
-        dtype: dtype of the parameters.
         new_prefix: parameters whose names start with one of them may be missing from the files.
         build: further arguments of `from_pretrained`.
 

@@ -49,12 +49,8 @@ _HEAD_NORMS = ("qwen3", "qwen3_vl_text", "qwen3_moe")
 
 
 def use_kernels(module: nn.Module, kernels: Kernels, cache: WeightCache) -> None:
-    """Select the kernels of a model's layers, in place.
-
-    Args:
-        module: a HuggingFace decoder. With "fused", a model type that is not supported stays plain, which is logged.
-        kernels: the kernels to use.
-        cache: tells "fused" and FP8 layers when the weights do not change.
+    """Select the kernels of a HuggingFace decoder, in place. With "fused", a model type that is not supported stays
+    plain, which is logged. cache: tells "fused" and FP8 layers when the weights do not change.
 
     Raises:
         ValueError: Liger is selected but not installed, or does not support the model.
@@ -93,13 +89,8 @@ def _use_liger(module: nn.Module) -> None:
 
 
 def fuse(module: nn.Module, cache: WeightCache) -> None:
-    """Use fused functions in the layers of a Llama-like model, in place.
-
-    Args:
-        module: a HuggingFace model whose type is in `model_types.LLAMA_LIKE` or `MIXTURES`, or with a language model in
-            `VISION_LIKE`.
-        cache: knows when the weights do not change.
-    """
+    """Use fused functions, in place, in a HuggingFace model whose type is in `model_types.LLAMA_LIKE` or `MIXTURES`, or
+    with a language model in `VISION_LIKE`."""
     trunk = language_model_of(module)
     model_type, silu = trunk.config.model_type, trunk.config.hidden_act in ("silu", "swish")
     has_noise = bool(trunk.config.to_dict().get("router_jitter_noise"))

@@ -108,12 +108,9 @@ def layer_functions(x: torch.Tensor) -> ModuleType:
 
 def compute_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     """The dtype in which torch computes the GEMM of x and weight: autocast's, or the result type."""
-    device_type = x.device.type
-    return (
-        torch.get_autocast_dtype(device_type)
-        if torch.is_autocast_enabled(device_type)
-        else torch.result_type(x, weight)
-    )
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return torch.result_type(x, weight)
 
 
 def _column_sums(x: torch.Tensor) -> torch.Tensor:

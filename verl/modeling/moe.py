@@ -49,25 +49,18 @@ class ExpertsFunction(Protocol):
 
 @dataclass(eq=False)
 class Routing:
-    """The routers of one model, their choices, and the choices that they replay.
+    """The routers of one model, their choices, and the choices that they replay."""
 
-    Attributes:
-        routers: in the order of the layers.
-        recorded: (N, L, k) recorded choices of the tokens of a forward pass, NOT_RECORDED where there are none; None:
-            no choices were recorded.
-        replays: whether the recorded choices are repeated; otherwise they are only compared.
-        used: per layer (N, k), the choices of the last forward pass.
-        computed: per layer (N, k), the choices without replay.
-        entropies: per layer (N,), of the router's distribution in nats, without gradient.
-        log: if not None, the choices of every call of a router are appended, layer by layer.
-    """
-
-    routers: list[nn.Module]
+    routers: list[nn.Module]  # in the order of the layers
+    # (N, L, k) recorded choices of the tokens of a forward pass, NOT_RECORDED where there are none; None: no choices
+    # were recorded
     recorded: torch.Tensor | None = None
-    replays: bool = True
-    used: list[torch.Tensor] = field(default_factory=list)
-    computed: list[torch.Tensor] = field(default_factory=list)
+    replays: bool = True  # whether the recorded choices are repeated; otherwise they are only compared
+    used: list[torch.Tensor] = field(default_factory=list)  # per layer (N, k), the choices of the last forward pass
+    computed: list[torch.Tensor] = field(default_factory=list)  # per layer (N, k), the choices without replay
+    # per layer (N,), of the router's distribution in nats, without gradient
     entropies: list[torch.Tensor] = field(default_factory=list)
+    # if not None, the choices of every call of a router are appended, layer by layer
     log: list[torch.Tensor] | None = None
 
     @property
@@ -83,14 +76,8 @@ class Routing:
         return self.routers[0].top_k
 
     def start(self, recorded: torch.Tensor | None) -> None:
-        """Start a forward pass; recomputation in its backward pass replays the same choices.
-
-        Args:
-            recorded: (N, L, k) choices to replay or compare, if any.
-
-        Raises:
-            ValueError: the choices are not those of this model.
-        """
+        """Start a forward pass with choices (N, L, k) to replay or compare, if any; recomputation in its backward pass
+        replays the same. Raises ValueError if they are not of this model."""
         if recorded is not None:
             check_choices(tuple(recorded.shape[1:]), self.layers, self.top_k)
         self.recorded = recorded
@@ -272,11 +259,7 @@ def weighted_sum(outputs: torch.Tensor, order: torch.Tensor, weights: torch.Tens
 
 
 class RoutingStatistics:
-    """Sums over forward passes, from which the metrics moe/* of an update are computed.
-
-    Args:
-        routing: the routers of the model.
-    """
+    """Sums over forward passes of a model, from which the metrics moe/* of an update are computed."""
 
     def __init__(self, routing: Routing):
         self.routing = routing
@@ -284,11 +267,7 @@ class RoutingStatistics:
 
     @torch.no_grad()
     def add(self, valid: torch.Tensor | None = None) -> None:
-        """Add the last forward pass.
-
-        Args:
-            valid: (N,) bool, which tokens count; None: all.
-        """
+        """Add the last forward pass. valid: (N,) bool, which tokens count; None: all."""
         routing = self.routing
         used, computed, recorded = routing.choices(), torch.stack(routing.computed, 1), routing.recorded
         if valid is not None:

@@ -70,23 +70,14 @@ def _calls_attention(layer: nn.Module, config: Any) -> bool:
 
 @dataclass(frozen=True)
 class Packing:
-    """The layout of b packed sequences with N tokens, the longest of L tokens.
+    """The layout of b packed sequences with N tokens, the longest of L tokens."""
 
-    Attributes:
-        lengths: tokens of each sequence.
-        cu_seqlens: (b + 1,) int32, cumulative lengths.
-        slots: (N,) index of each token in the right-padded layout (b * L).
-        max_length: L.
-        ranks: the ranks that share the N tokens; None if this process computes all of them.
-        keys: the keys that the sequences attend to, if they are more than their own tokens.
-    """
-
-    lengths: tuple[int, ...]
-    cu_seqlens: torch.Tensor
-    slots: torch.Tensor
-    max_length: int
-    ranks: SequenceRanks | None = None
-    keys: "Keys | None" = None
+    lengths: tuple[int, ...]  # tokens of each sequence
+    cu_seqlens: torch.Tensor  # (b + 1,) int32, cumulative lengths
+    slots: torch.Tensor  # (N,) index of each token in the right-padded layout (b * L)
+    max_length: int  # L
+    ranks: SequenceRanks | None = None  # the ranks that share the N tokens; None if this process computes all of them
+    keys: "Keys | None" = None  # the keys that the sequences attend to, if they are more than their own tokens
 
     @property
     def rows(self) -> int:
@@ -105,14 +96,10 @@ class Packing:
 
 @dataclass(frozen=True)
 class Keys:
-    """The M keys and values that sequences with a shared prefix attend to, taken from N tokens.
+    """The M keys and values that sequences with a shared prefix attend to, taken from N tokens."""
 
-    Attributes:
-        packing: the sequences with their prompts.
-        source, representative, offsets, uses: as in `shared_prefix.SharedPrefixLayout`.
-    """
-
-    packing: Packing
+    packing: Packing  # the sequences with their prompts
+    # source, representative, offsets, uses: as in `shared_prefix.SharedPrefixLayout`
     source: torch.Tensor
     representative: torch.Tensor
     offsets: torch.Tensor
@@ -121,39 +108,26 @@ class Keys:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """The input of one forward pass, and the indices of its outputs.
+    """The input of one forward pass, and the indices of its outputs."""
 
-    Attributes:
-        input_ids: (1, N) packed or (b, L) padded on the right, where L is the longest row.
-        position_ids: the same, or with C axes in front: (C, 1, N) or (C, b, L).
-        attention_mask: (b, L), or None if packed.
-        packing: layout of a packed input, or None.
-        states: (S,) flat index of the hidden states that predict a response token.
-        targets: (S,) the token that each of them predicts.
-        slots: (S,) index of that token in (b * T).
-        shape: (b, T).
-        tokens: (N,) or (b * L,) index of each token in (b * (P + T)), without those that sequence parallelism appends.
-        width: P + T.
-        routed_experts: (N, layers, k) choices of the routers to replay (`modeling.moe`), or None.
-        vision: images of the prompts, if any.
-        candidates: (S, K) further tokens whose log-probs are computed, or K for the K most probable ones; or None.
-        kept: (S, K) the tokens that each state's distribution is over, or the filter that determines and records them
-            (`token_filter`); None: all.
-    """
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    attention_mask: torch.Tensor | None
-    packing: Packing | None
-    states: torch.Tensor
-    targets: torch.Tensor
-    slots: torch.Tensor
-    shape: tuple[int, int]
+    input_ids: torch.Tensor  # (1, N) packed or (b, L) padded on the right, where L is the longest row
+    position_ids: torch.Tensor  # the same, or with C axes in front: (C, 1, N) or (C, b, L)
+    attention_mask: torch.Tensor | None  # (b, L), or None if packed
+    packing: Packing | None  # layout of a packed input, or None
+    states: torch.Tensor  # (S,) flat index of the hidden states that predict a response token
+    targets: torch.Tensor  # (S,) the token that each of them predicts
+    slots: torch.Tensor  # (S,) index of that token in (b * T)
+    shape: tuple[int, int]  # (b, T)
+    # (N,) or (b * L,) index of each token in (b * (P + T)), without those that sequence parallelism appends
     tokens: torch.Tensor
-    width: int
+    width: int  # P + T
+    # (N, layers, k) choices of the routers to replay (`modeling.moe`), or None
     routed_experts: torch.Tensor | None = None
-    vision: VisionInput | None = None
+    vision: VisionInput | None = None  # images of the prompts, if any
+    # (S, K) further tokens whose log-probs are computed, or K for the K most probable ones; or None
     candidates: torch.Tensor | int | None = None
+    # (S, K) the tokens that each state's distribution is over, or the filter that determines and records them
+    # (`token_filter`); None: all
     kept: torch.Tensor | TokenFilter | None = None
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:

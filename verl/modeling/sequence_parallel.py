@@ -60,16 +60,11 @@ class SequenceRanks:
     """The ranks that share the tokens of the same sequences.
 
     H query heads, K key/value heads, n tokens of one rank, N = size * n tokens of all, D head size.
-
-    Attributes:
-        group: their process group.
-        rank: this rank in the group.
-        size: number of ranks.
     """
 
-    group: dist.ProcessGroup
-    rank: int
-    size: int
+    group: dist.ProcessGroup  # their process group
+    rank: int  # this rank in the group
+    size: int  # number of ranks
 
     def sum_of_shares(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of values that are 0 except at each rank's own tokens."""

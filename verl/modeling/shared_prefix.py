@@ -22,12 +22,9 @@ MOST_KEYS = 4
 def first_with_prompt(
     attention_mask: torch.Tensor, input_ids: torch.Tensor, width: int, images: torch.Tensor | None = None
 ) -> list[int]:
-    """For each row of (b, P + T), the first row with the same prompt, possibly itself.
+    """For each row of (b, P + T), the first row with the same prompt, possibly itself. width: T.
 
-    Args:
-        attention_mask, input_ids: the rows.
-        width: T.
-        images: (b,) which images a row has; prompts with other images are other prompts.
+    images: (b,) which images a row has; prompts with other images are other prompts.
     """
     mask = attention_mask[:, :-width].bool()
     prompts = torch.where(mask, input_ids[:, :-width], -1)
@@ -65,40 +62,23 @@ def plan_shared_prefixes(columns: dict[str, torch.Tensor], lengths: Sequence[int
 
 @dataclass(frozen=True)
 class SharedPrefixLayout:
-    """The layout of packed rows with shared prefixes.
+    """The layout of packed rows with shared prefixes."""
 
-    Attributes:
-        rows: rows with tokens, in packed order.
-        queries: number of tokens of each of them.
-        kept: (N,) flat index of each token in (b * (P + T)).
-        start: (b,) index of the first token of a row.
-        end: (b,) index after the prompt of a row, which may be stored in another row.
-        own_prompt: (b,) whether the row contains its prompt.
-        source: (M,) the token of each key.
-        representative: (N,) one key of each token.
-        offsets, uses: (N + 1,) and (M,): the keys of token i are uses[offsets[i]] .. uses[offsets[i + 1] - 1].
-    """
-
-    rows: torch.Tensor
-    queries: torch.Tensor
-    kept: torch.Tensor
-    start: torch.Tensor
-    end: torch.Tensor
-    own_prompt: torch.Tensor
-    source: torch.Tensor
-    representative: torch.Tensor
+    rows: torch.Tensor  # rows with tokens, in packed order
+    queries: torch.Tensor  # number of tokens of each of them
+    kept: torch.Tensor  # (N,) flat index of each token in (b * (P + T))
+    start: torch.Tensor  # (b,) index of the first token of a row
+    end: torch.Tensor  # (b,) index after the prompt of a row, which may be stored in another row
+    own_prompt: torch.Tensor  # (b,) whether the row contains its prompt
+    source: torch.Tensor  # (M,) the token of each key
+    representative: torch.Tensor  # (N,) one key of each token
+    # offsets, uses: (N + 1,) and (M,): the keys of token i are uses[offsets[i]] .. uses[offsets[i + 1] - 1].
     offsets: torch.Tensor
     uses: torch.Tensor
 
 
 def shared_prefix_layout(attention: torch.Tensor, width: int, first: Sequence[int]) -> SharedPrefixLayout:
-    """Lay out the tokens of b rows.
-
-    Args:
-        attention: (b, P + T) bool.
-        width: T.
-        first: as `first_with_prompt` returns it.
-    """
+    """Lay out the tokens of b rows. attention: (b, P + T) bool. width: T. first: as `first_with_prompt` returns it."""
     leader = torch.tensor(first)
     b, total = attention.shape
     own_prompt = leader == torch.arange(b)

@@ -96,19 +96,12 @@ def outside_language_model(module: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class VisionInput:
-    """The images and videos of one forward pass.
+    """The images and videos of one forward pass."""
 
-    Attributes:
-        tensors: the processor's tensors, of each distinct input once, or row by row for a model not in `PACKED`.
-        slots: (V,) flat index of the placeholder tokens in input_ids, ascending.
-        source: (V,) row of the features that replaces each; images come before videos.
-        text: placeholder tokens that are text, for a model not in `PACKED`.
-    """
-
-    tensors: Tensors
-    slots: torch.Tensor
-    source: torch.Tensor
-    text: "TextTokens | None" = None
+    tensors: Tensors  # the processor's tensors, of each distinct input once, or row by row for a model not in `PACKED`
+    slots: torch.Tensor  # (V,) flat index of the placeholder tokens in input_ids, ascending
+    source: torch.Tensor  # (V,) row of the features that replaces each; images come before videos
+    text: "TextTokens | None" = None  # placeholder tokens that are text, for a model not in `PACKED`
 
     def to(self, device: torch.device) -> "VisionInput":
         """A copy on a device."""
@@ -141,18 +134,10 @@ class Media:
                 f"expected prompts without images, found multi_modal_inputs in the batch: {config.model_type} is a "
                 "text model. Use a vision-language model, or data without images"
             )
-        index_of: dict[int, int] = {}
-        self.inputs: list[Mapping[str, Any]] = []
-        index = []
-        for row in rows:
-            if not row:
-                index.append(-1)
-                continue
-            if id(row) not in index_of:
-                index_of[id(row)] = len(self.inputs)
-                self.inputs.append(row)
-            index.append(index_of[id(row)])
-        self.index = torch.tensor(index)
+        distinct = {id(row): row for row in rows if row}
+        self.inputs: list[Mapping[str, Any]] = list(distinct.values())
+        numbers = {key: number for number, key in enumerate(distinct)}
+        self.index = torch.tensor([numbers.get(id(row), -1) for row in rows])
 
     def positions(self, columns: Tensors) -> torch.Tensor:
         """The column position_ids, computed for a model with mRoPE if the column has one axis."""
@@ -277,24 +262,14 @@ class TextTokens:
 
     The model gets `ids`, without these tokens, so that it places no image there. A hook replaces the input of its
     embedding layer, so that they are embedded as text.
-
-    Attributes:
-        ids: (b, L) int64, 0 at these tokens.
-        tokens: (b, L) int64, the original token at these tokens and -1 elsewhere.
     """
 
-    ids: torch.Tensor
-    tokens: torch.Tensor
+    ids: torch.Tensor  # (b, L) int64, 0 at these tokens
+    tokens: torch.Tensor  # (b, L) int64, the original token at these tokens and -1 elsewhere
 
     @classmethod
     def find(cls, config: Any, ids: torch.Tensor, text: torch.Tensor) -> "TextTokens":
-        """Find them in a batch.
-
-        Args:
-            config: the HuggingFace config of the whole model.
-            ids: (b, L) int64.
-            text: (b,) number of tokens at the end of each row that are text.
-        """
+        """Find them in a batch (b, L) int64. text: (b,) number of tokens at the end of each row that are text."""
         fields = config.to_dict()
         token_ids = [fields.get(f"{kind}_token_{key}") for kind in _PIXELS for key in ("id", "index")]
         tokens = torch.tensor([token for token in token_ids if token is not None], device=ids.device)
@@ -411,12 +386,7 @@ class VisionForward:
 def insert_features(
     embeds: torch.Tensor, features: Sequence[torch.Tensor], vision: VisionInput
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Replace the embeddings of placeholder tokens.
-
-    Args:
-        embeds: (b, L, H).
-        features: as `VisionForward.features` returns them.
-        vision: positions of the placeholders, and the feature of each.
+    """Replace the embeddings (b, L, H) of placeholder tokens by features, as `VisionForward.features` returns them.
 
     Returns:
         The embeddings, and the arguments of a language model that reads deepstack features.

@@ -131,7 +131,6 @@ class ForkServer:
         """Start a process that calls `main()` of a module.
 
         Args:
-            module: The module. The server imports it.
             inherited, env, reports: As for `PythonProcess`.
             preload: Further modules for the server to import. Children then need not import them.
             cancelled: Called every 0.1 s while the server imports modules; True ends the wait.

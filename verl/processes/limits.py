@@ -19,21 +19,15 @@ _WINDOW = 101  # durations that count for the median, so that it follows respons
 
 @dataclass(frozen=True)
 class Limits:
-    """Settings of waits, in seconds.
+    """Settings of waits, in seconds."""
 
-    Attributes:
-        timeout: Limit of an operation that has not finished yet in this run, and the maximum of every limit.
-        start: Limit of starting workers and loading models; None: `timeout`.
-        factor: A limit is the median duration times this factor; None: always `timeout`.
-        minimum: The smallest of these limits.
-        call_limits: Operator -> how long one of its calls may take by a separate setting, such as `reward.timeout`. A
-            limit from its median is longer by this, so that one slow call that is allowed does not end the run.
-    """
-
+    # limit of an operation that has not finished yet in this run, and the maximum of every limit
     timeout: float = 3600.0
-    start: float | None = None
-    factor: float | None = None
-    minimum: float = 120.0
+    start: float | None = None  # limit of starting workers and loading models; None: `timeout`
+    factor: float | None = None  # a limit is the median duration times this factor; None: always `timeout`
+    minimum: float = 120.0  # the smallest of these limits
+    # operator -> how long one of its calls may take by a separate setting, such as `reward.timeout`. A limit from its
+    # median is longer by this, so that one slow call that is allowed does not end the run.
     call_limits: Mapping[str, float] = field(default_factory=dict)
 
 

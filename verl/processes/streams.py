@@ -165,15 +165,12 @@ class BoundedText(io.TextIOBase):
 
     Handlers of `logging` keep the stream with which they were created, so it is the same for all calls. Subprocesses
     that inherit it write to the stdout of the process.
-
-    Attributes:
-        remaining: Number of characters that are kept from here on.
-        dropped: Number of characters that were not kept.
     """
 
     encoding, errors = "utf-8", "replace"
 
     def __init__(self, limit: int):
+        # numbers of characters that are kept from here on, and that were not kept
         self.remaining, self.dropped = limit, 0
         self.buffer = _TextBytes(self)
 

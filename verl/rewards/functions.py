@@ -126,30 +126,22 @@ def check_registered(name: str | None, modules: Sequence[ModuleType]) -> None:
 
 @dataclass(frozen=True)
 class ScoreFunction:
-    """A reward function of any form behind one keyword call.
+    """A reward function of any form behind one keyword call."""
 
-    Attributes:
-        func: The user's function.
-        kwargs: Values of its other parameters (`reward_kwargs`).
-        source: For an object of a RewardFunction subclass: the class and its constructor arguments, from which another
-            process constructs its own object.
-        route: For a function that dispatches by data source (`default_compute_score`): maps a data source to the
-            function that scores it, so that errors and timeouts refer to the function that actually runs.
-        terms: For a weighted sum: the functions that it calls.
-        rules: For a function that dispatches by data source, or a weighted sum with one: the custom rules that it may
-            call, by data source.
-        form: "sample", "batch", "columns (batch)" or "columns (data)".
-        is_async: Whether the function is `async def`.
-    """
-
-    func: Callable
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    func: Callable  # the user's function
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # values of its other parameters (`reward_kwargs`)
+    # for a function that dispatches by data source (`default_compute_score`): maps a data source to the function that
+    # scores it, so that errors and timeouts refer to the function that actually runs
     route: Callable[[str], "ScoreFunction"] | None = None
+    # for an object of a RewardFunction subclass: the class and its constructor arguments, from which another process
+    # constructs its own object
     source: tuple[type, Mapping[str, Any]] | None = None
-    terms: tuple["ScoreFunction", ...] = ()
+    terms: tuple["ScoreFunction", ...] = ()  # for a weighted sum: the functions that it calls
+    # for a function that dispatches by data source, or a weighted sum with one: the custom rules that it may call, by
+    # data source
     rules: Mapping[str, "ScoreFunction"] = field(default_factory=dict)
-    form: str = field(init=False)
-    is_async: bool = field(init=False)
+    form: str = field(init=False)  # "sample", "batch", "columns (batch)" or "columns (data)"
+    is_async: bool = field(init=False)  # whether the function is `async def`
     _accepted: Mapping[str, str] = field(init=False, repr=False)  # parameter -> role
     _columns: Mapping[str, bool] = field(init=False, repr=False)  # parameter -> whether it has no default
 

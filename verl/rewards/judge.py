@@ -195,7 +195,11 @@ class Judge(RewardFunction):
         """The text and the token counts of a reply. Raises JudgeError after the last retry."""
         problem = ""
         for attempt in range(self.retries + 1):
-            await self._wait_for_rate()
+            with self._lock:  # calls of several event loops
+                now = time.monotonic()
+                start = max(now, self._next_request)
+                self._next_request = start + self.seconds_per_request
+            await asyncio.sleep(start - now)
             try:
                 return await asyncio.get_running_loop().run_in_executor(_THREADS, self._attempt, body)
             except _Retriable as error:
@@ -229,13 +233,6 @@ class Judge(RewardFunction):
         if not isinstance(text, str):
             raise _Retriable(f"a reply without text: {content[:300]!r}")
         return {"text": text, "tokens": tokens}
-
-    async def _wait_for_rate(self) -> None:
-        with self._lock:  # calls of several event loops
-            now = time.monotonic()
-            start = max(now, self._next_request)
-            self._next_request = start + self.seconds_per_request
-        await asyncio.sleep(start - now)
 
 
 class _Retriable(Exception):

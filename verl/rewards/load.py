@@ -38,16 +38,10 @@ def load_reward_manager(
     """Create the reward manager of a run from plain configuration values.
 
     Args:
-        tokenizer: Decodes the responses.
-        manager: Name in REWARD_MANAGER_REGISTRY, or the name of a class in `manager_path`.
-        manager_path: File or module of a custom manager.
-        function_path: See `resolve_reward_function`, as for the next three.
-        function_name: Name of the function in `function_path`.
-        registered_function: Name in REWARD_FUNCTION_REGISTRY.
-        reward_kwargs: Values of the function's other parameters.
+        manager: Name in REWARD_MANAGER_REGISTRY, or of a class in `manager_path`, a file or module.
+        function_path, function_name, registered_function, reward_kwargs: See `resolve_reward_function`.
         manager_kwargs: Values of the manager's other parameters (timeout, on_error, max_resp_len, ...).
-        num_examine: Number of samples per data source that are printed at each call.
-        reward_fn_key: The column with the data source of a sample.
+        num_examine, reward_fn_key: See RewardManager.
         config: The settings of the run, for managers of public verl with the parameter `config`.
 
     Raises:
@@ -87,16 +81,9 @@ def _constructor_parameters(manager: type) -> tuple[set[str], bool]:
 def as_reward_manager(
     reward: Any, tokenizer: Any, reward_kwargs: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> RewardManager:
-    """A reward given in Python as `reward_fn=`: a RewardManager, a manager of public verl, or a reward function.
-
-    Args:
-        reward: The object. It may also be a function of the whole batch that returns scores (B, T) or (B,).
-        reward_kwargs: Values of the function's other parameters.
-        **kwargs: Arguments of RewardManager.
-
-    Raises:
-        ValueError: It is none of these.
-    """
+    """A reward given in Python as `reward_fn=`: a RewardManager, a manager of public verl, or a reward function, which
+    may also take the whole batch and return scores (B, T) or (B,). kwargs: of RewardManager. Raises ValueError for
+    anything else."""
     if isinstance(reward, RewardManager):
         return reward
     if is_public_manager(type(reward)) and scores_single_samples(type(reward)):

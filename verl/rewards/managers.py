@@ -192,7 +192,6 @@ class RewardManager(ABC):
         """Score `count` samples; those that fail are scored again, and handled as `on_error` says.
 
         Args:
-            count: B.
             outcomes: Scores the samples with these indices; yields (position in the list, the function that scored the
                 sample, outcome).
             message: (index, function, failure) -> the text of an error.

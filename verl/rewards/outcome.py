@@ -29,26 +29,16 @@ class Sample:
     """One response to score.
 
     For a function that takes lists, one Sample holds the whole batch, with a list in each field.
-
-    Attributes:
-        data_source: Selects the rule.
-        solution_str: The response as text.
-        ground_truth: What the response is compared with.
-        extra_info: Further columns of the row, its `extra_info` and what the run adds.
-        number: Index in the batch; used in messages, as are `total` and `uid`.
-        total: Size of the batch.
-        uid: Identifier of the prompt.
-        prompt: Messages or text.
     """
 
-    data_source: str
-    solution_str: str
-    ground_truth: Any
-    extra_info: Mapping[str, Any]
-    number: int
-    total: int
-    uid: Any = None
-    prompt: Any = None
+    data_source: str  # selects the rule
+    solution_str: str  # the response as text
+    ground_truth: Any  # what the response is compared with
+    extra_info: Mapping[str, Any]  # further columns of the row, its `extra_info` and what the run adds
+    number: int  # index in the batch; used in messages, as are `total` and `uid`
+    total: int  # size of the batch
+    uid: Any = None  # identifier of the prompt
+    prompt: Any = None  # messages or text
 
     def describe(self) -> str:
         """Describe the sample for an error message: index, response, ground truth, expected score."""

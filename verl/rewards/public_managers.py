@@ -160,13 +160,7 @@ class ColumnsRewardManager(RewardManager):
 
 
 class SingleRewardManager(RewardManager):
-    """Calls `run_single` of a manager of public verl once per sample, concurrently in one event loop.
-
-    Args:
-        compute_score: The reward function that the manager calls.
-        manager: The object with `run_single`.
-        **kwargs: Arguments of RewardManager.
-    """
+    """Calls `run_single` of a manager of public verl once per sample, concurrently in one event loop."""
 
     def __init__(self, tokenizer: Any, compute_score: Callable | ScoreFunction, *, manager: Any, **kwargs: Any):
         super().__init__(tokenizer, compute_score, **kwargs)
@@ -213,13 +207,8 @@ class AbstractRewardManager:
 
 
 class RewardManagerBase:
-    """Base class of public verl's managers with `run_single(data)`.
-
-    Args:
-        config: The settings of the run, with attribute access.
-        tokenizer: Decodes the responses.
-        compute_score: The reward function.
-    """
+    """Base class of public verl's managers with `run_single(data)`. config: the settings of the run, with attribute
+    access."""
 
     def __init__(self, config: Any, tokenizer: Any, compute_score: Any = None, **kwargs: Any):
         self.config, self.tokenizer, self.compute_score = config, tokenizer, compute_score
@@ -243,13 +232,8 @@ class _RulesByDataSource(ScoreFunction):
 
 
 class _PublicConstructor:
-    """The constructor of public verl's managers, and the reward function as they call it.
-
-    Args:
-        compute_score: The reward function; None: the rules by data source.
-        overlong_buffer_cfg: Of the manager `dapo`: its penalty (see DAPORewardManager).
-        **kwargs: Other arguments of the manager.
-    """
+    """The constructor of public verl's managers. compute_score: None: the rules by data source. overlong_buffer_cfg:
+    see `overlong_buffer` of DAPORewardManager."""
 
     def __init__(
         self,
@@ -306,13 +290,11 @@ def create_public_manager(
     kwargs: Mapping[str, Any],
     config: Mapping[str, Any] | None,
 ) -> RewardManager:
-    """Construct a manager of public verl and adapt it.
+    """Construct a manager of public verl, which calls `function` as `compute_score`, and adapt it.
 
     Args:
-        function: The reward function that it calls as `compute_score`.
         common: num_examine and reward_fn_key (see RewardManager).
         kwargs: `reward.reward_kwargs`, and the settings shared by all managers. Mappings get attribute access.
-        config: The settings of the run, for constructors with the parameter `config`.
 
     Raises:
         ValueError: The constructor does not accept the arguments.
@@ -327,16 +309,14 @@ def create_public_manager(
     }
     if "overlong_buffer_cfg" in parameters and "overlong_buffer" in manager_kwargs:  # its name in public verl
         manager_kwargs["overlong_buffer_cfg"] = manager_kwargs.pop("overlong_buffer")
-    called = function
-    if function.func is resolve.default_compute_score:
-        called = replace(function, func=default_compute_score)
-    compute_score = _called_by_manager(
-        called, Isolation(kwargs.get("isolation", "none"), kwargs.get("memory_limit_mb")), kwargs.get("timeout")
-    )
+    is_default = function.func is resolve.default_compute_score
+    called = replace(function, func=default_compute_score) if is_default else function
+    isolation = Isolation(kwargs.get("isolation", "none"), kwargs.get("memory_limit_mb"))
+    compute_score = _called_by_manager(called, isolation, kwargs.get("timeout"))
     arguments = {"tokenizer": tokenizer, "compute_score": compute_score}
     if scores_samples:
-        arguments |= {"config": OmegaConf.create(dict(config or {})), "reward_router_address": None}
-        arguments |= {"reward_model_tokenizer": None}
+        config = OmegaConf.create(dict(config or {}))
+        arguments |= {"config": config, "reward_router_address": None, "reward_model_tokenizer": None}
     arguments |= common
     always = {"tokenizer", "compute_score", *({"config"} if scores_samples else {"num_examine", "reward_fn_key"})}
     passed = {name: v for name, v in arguments.items() if name in parameters or (accepts_any and name in always)}

@@ -34,23 +34,14 @@ _LENGTH = "rollout.max_model_len, by default data.max_prompt_length + data.max_r
 
 @dataclass(frozen=True)
 class EngineCopy:
-    """The model of such an engine, and where its weights come from.
+    """The model of such an engine, and where its weights come from."""
 
-    Attributes:
-        config: the `rollout` section.
-        model: the `model` section, with a local path.
-        hf_config: HuggingFace config of the model.
-        dtype: of the weights and the computation.
-        is_trained: the trainer pushes the weights before the first generation.
-        merges: the weights are those of the files with adapters merged.
-    """
-
-    config: schema.RolloutEngineConfig
-    model: schema.ModelConfig
-    hf_config: Any
-    dtype: torch.dtype
-    is_trained: bool
-    merges: bool = False
+    config: schema.RolloutEngineConfig  # the `rollout` section
+    model: schema.ModelConfig  # the `model` section, with a local path
+    hf_config: Any  # HuggingFace config of the model
+    dtype: torch.dtype  # of the weights and the computation
+    is_trained: bool  # the trainer pushes the weights before the first generation
+    merges: bool = False  # the weights are those of the files with adapters merged
 
     @classmethod
     def from_arguments(
@@ -117,19 +108,14 @@ class EngineCopy:
 
 @dataclass(eq=False)
 class EngineJob:
-    """A request in such an engine, and its tokens so far.
-
-    Attributes:
-        is_aborted: whether `abort` named it.
-        versions: spans (first token, weight version).
-        routed_experts: the experts that were chosen, of at least these tokens; None: not recorded.
-    """
+    """A request in such an engine, and its tokens so far."""
 
     request: Request
-    is_aborted: bool = field(default=False, kw_only=True)
+    is_aborted: bool = field(default=False, kw_only=True)  # whether `abort` named it
     token_ids: list[int] = field(default_factory=list, kw_only=True)
     log_probs: list[float] = field(default_factory=list, kw_only=True)
-    versions: list[tuple[int, int]] = field(default_factory=list, kw_only=True)
+    versions: list[tuple[int, int]] = field(default_factory=list, kw_only=True)  # spans (first token, weight version)
+    # the experts that were chosen, of at least these tokens; None: not recorded
     routed_experts: np.ndarray | None = field(default=None, kw_only=True)
 
     def completion(self, reason: FinishReason) -> Completion:
@@ -162,13 +148,8 @@ class EngineRequests:
     def exclusive(self, caller: str, idle: bool = False) -> AbstractContextManager[Any]:
         """Context in which no request is computed.
 
-        Args:
-            caller: for the error.
-            idle: no request may be running.
-
-        Raises:
-            ValueError: requests are running, and `idle` is set or they cannot be interrupted.
-        """
+        Raises ValueError, which names the caller, if requests are running, and `idle` is set or they cannot be
+        interrupted."""
         return self.thread.exclusive(self._close(caller, idle), self._reopen)
 
 
@@ -208,11 +189,6 @@ class CopyRollout(RolloutEngine):
     """Base class of the engines of vLLM and SGLang, which run requests in a thread of the engine.
 
     Event loops of several threads share the batch, and so does a `generate` that runs at the same time.
-
-    Args:
-        copy: the model.
-        requests: runs the requests.
-        memory: GPU memory of the engine.
     """
 
     sampling_keys = SAMPLING_KEYS
@@ -284,14 +260,8 @@ class CopyRollout(RolloutEngine):
 
 
 class EngineReceiver:
-    """Base class of the receivers of vLLM and SGLang.
-
-    Args:
-        requests: of the engine.
-        memory: of the engine.
-        shapes: returns HuggingFace name -> shape of every parameter.
-        filled: whether the model has its weights.
-    """
+    """Base class of the receivers of vLLM and SGLang. shapes: returns HuggingFace name -> shape of every parameter.
+    filled: whether the model has its weights."""
 
     def __init__(
         self,

@@ -31,13 +31,8 @@ _GRACE_SECONDS = 3.0  # after the limit of a coroutine, for its own error
 
 
 class EngineThread:
-    """An event loop in a daemon thread, which starts at once.
-
-    Args:
-        name: of the thread.
-        device: its current device; None: the default.
-        on_failure: called in the thread after a failure.
-    """
+    """An event loop in a daemon thread, which starts at once. device: its current device. on_failure: called in the
+    thread."""
 
     def __init__(
         self, name: str, device: torch.device | None = None, on_failure: Callable[[], None] = lambda: None
@@ -64,11 +59,8 @@ class EngineThread:
         return asyncio.run_coroutine_threadsafe(self._run(coroutine), self.loop)
 
     def run_until_complete(self, coroutine: Coroutine[Any, Any, T], limit: float = math.inf) -> T:
-        """Run a coroutine in the thread, and wait for it.
-
-        Args:
-            coroutine: what to run.
-            limit: seconds that it may take. It should raise an error itself, which says more than the one of here.
+        """Run a coroutine in the thread, and wait for it up to `limit` seconds. It should raise an error itself, which
+        says more.
 
         Raises:
             TimeoutError: the thread does not answer. The message says where it is.

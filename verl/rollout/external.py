@@ -85,8 +85,6 @@ def check_engine_kwargs(
     those that the engine does not have.
 
     Args:
-        engine: vllm or sglang.
-        kwargs: the arguments.
         owned: argument -> the key that sets it, in addition to `OWNED`.
         not_supported: argument -> why it cannot be set, in addition to `NOT_SUPPORTED`.
         known: all arguments of the installed version; empty: not checked.
@@ -130,12 +128,8 @@ def cache_bytes_per_token(hf_config: Any, dtype: torch.dtype, tp_size: int = 1) 
 
 
 def granted_memory(engine: str, asked: float, device: torch.device) -> tuple[float, int, int]:
-    """Bytes of a GPU for an engine, at most what other users, such as the trainer, leave; free and total bytes.
-
-    Args:
-        engine: its title, for the warning.
-        asked: fraction of the total memory.
-    """
+    """Bytes of a GPU for an engine that asks for a fraction of it, at most what other users, such as the trainer,
+    leave; free and total bytes. engine: its title, for the warning."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     granted = min(asked * total, FREE_SHARE * free)

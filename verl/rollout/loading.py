@@ -41,9 +41,6 @@ def empty_module(
     """The model with uninitialized parameters, to be filled by a weight sync.
 
     Args:
-        model: the `model` section.
-        dtype: dtype of the parameters.
-        device: device of the module.
         buffers: values of its buffers, by name.
         attention: attention implementation of transformers; None for the default.
         cut: replaces the parameters of the module, which is on "meta", by slices.

@@ -17,16 +17,12 @@ SEARCH_INTERVAL = 8
 class StopStrings:
     """Ends a response with the token that completes one of `strings`.
 
-    Args:
-        strings: the stop strings.
-        decode: the tokenizer's method, token ids -> text.
-
     Raises:
         ValueError: no strings, or an empty one.
     """
 
-    strings: tuple[str, ...]
-    decode: Callable[[list[int]], str]
+    strings: tuple[str, ...]  # the stop strings
+    decode: Callable[[list[int]], str]  # the tokenizer's method, token ids -> text
 
     def __post_init__(self) -> None:
         if not self.strings or not all(self.strings):
@@ -290,17 +286,8 @@ def make_requests(
     sample_ids: Sequence[int] | None = None,
     limits: Sequence[int] | None = None,
 ) -> list[Request]:
-    """Make one request per prompt.
-
-    Args:
-        prompts: token ids of each prompt.
-        params: sampling parameters of all requests.
-        sample_ids: one per prompt; None: 0, 1, 2 ...
-        limits: max response tokens, one per prompt; None: params.max_tokens.
-
-    Raises:
-        ValueError: lists of different length.
-    """
+    """Make one request per prompt. sample_ids: None: 0, 1, 2 ... limits: max response tokens of each prompt; None:
+    params.max_tokens. Raises ValueError for lists of different length."""
     for name, values in (("sample_ids", sample_ids), ("limits", limits)):
         if values is not None and len(values) != len(prompts):
             raise ValueError(f"expected as many {name} as prompts ({len(prompts)}), found {len(values)}")

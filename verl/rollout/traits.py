@@ -20,44 +20,31 @@ class EngineTraits:
 
     The traits that are None by default say whether settings apply: None is not declared, so that no setting is reported
     as without effect.
-
-    Attributes:
-        name: the value of `rollout.name`.
-        package: the package that it needs.
-        cuda_graphs: decoding uses CUDA graphs (`enforce_eager`).
-        own_dtype: it computes in `rollout.dtype` instead of the dtype of the trainer's module.
-        sleeps: it frees its KV cache during the update, and bounds it (`free_cache_engine`, `gpu_memory_utilization`).
-        own_scheduler: it batches tokens by settings (`max_num_batched_tokens`, `max_model_len`,
-            `enable_chunked_prefill`, `enable_prefix_caching`).
-        tensor_parallel: several ranks can generate together (`tensor_model_parallel_size`).
-        batch_invariant: it supports `rollout.deterministic`.
-        fp8: it generates with the layers of `model.quantization=fp8`.
-        shares_weights: it can generate with the trainer's module.
-        own_memory_share: it reserves `gpu_memory_utilization` of the device when it wakes up.
-        own_process: rank 0 starts the processes of the other ranks of a tensor-parallel group.
-        joins_training_groups: a tensor-parallel group may be the ranks of a sharded training engine, in their order.
-        records_routing: it reports the experts that it chooses (`enable_rollout_routing_replay`).
-        images: the model types with images whose log-probs have been compared with those of training; (): it generates
-            from text only; None: the engine itself rejects a model that it does not support.
-        check_model: "module:function" that raises ValueError for a model, called with the names of its architectures,
-            its config by key, the tensor-parallel size and `rollout.deterministic`.
     """
 
-    name: str = ""
-    package: Package | None = None
-    cuda_graphs: bool | None = None
-    own_dtype: bool | None = None
+    name: str = ""  # the value of `rollout.name`
+    package: Package | None = None  # the package that it needs
+    cuda_graphs: bool | None = None  # decoding uses CUDA graphs (`enforce_eager`)
+    own_dtype: bool | None = None  # it computes in `rollout.dtype` instead of the dtype of the trainer's module
+    # it frees its KV cache during the update, and bounds it (`free_cache_engine`, `gpu_memory_utilization`)
     sleeps: bool | None = None
+    # it batches tokens by settings (`max_num_batched_tokens`, `max_model_len`, `enable_chunked_prefill`,
+    # `enable_prefix_caching`)
     own_scheduler: bool | None = None
-    tensor_parallel: bool = True
-    batch_invariant: bool = False
-    fp8: bool = False
-    shares_weights: bool = False
-    own_memory_share: bool = False
-    own_process: bool = False
+    tensor_parallel: bool = True  # several ranks can generate together (`tensor_model_parallel_size`)
+    batch_invariant: bool = False  # it supports `rollout.deterministic`
+    fp8: bool = False  # it generates with the layers of `model.quantization=fp8`
+    shares_weights: bool = False  # it can generate with the trainer's module
+    own_memory_share: bool = False  # it reserves `gpu_memory_utilization` of the device when it wakes up
+    own_process: bool = False  # rank 0 starts the processes of the other ranks of a tensor-parallel group
+    # a tensor-parallel group may be the ranks of a sharded training engine, in their order
     joins_training_groups: bool = False
-    records_routing: bool | None = None
+    records_routing: bool | None = None  # it reports the experts that it chooses (`enable_rollout_routing_replay`)
+    # the model types with images whose log-probs have been compared with those of training; (): it generates from text
+    # only; None: the engine itself rejects a model that it does not support
     images: tuple[str, ...] | None = None
+    # "module:function" that raises ValueError for a model, called with the names of its architectures, its config by
+    # key, the tensor-parallel size and `rollout.deterministic`
     check_model: str = ""
 
     @property

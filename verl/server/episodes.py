@@ -25,17 +25,14 @@ Message = Mapping[str, Any]
 
 
 class StepGenerator(Generator):
-    """The `generate` of an agent loop, for callers in another event loop. A request is cancelled with its caller only.
-
-    Attributes:
-        error: the first error of the engine. It ends the run; an agent would report it as its own.
-    """
+    """The `generate` of an agent loop, for callers in another event loop: a request is cancelled with its caller."""
 
     weight_version = None
 
     def __init__(self, generate: GenerateFn, loop: asyncio.AbstractEventLoop):
         self._generate, self._loop = generate, loop
         self._tasks: set[asyncio.Task] = set()
+        # the first error of the engine. It ends the run; an agent would report it as its own.
         self.error: Exception | None = None
 
     async def generate(self, request: Request) -> Completion:
@@ -98,11 +95,8 @@ class _Pending:
 class Episode:
     """The calls of one episode (a `Conversation` of the server).
 
-    Its methods are called in the server's thread, and `close` in that of the agent loops.
-
-    Args:
-        prompt_length: maximum length of the first prompt.
-        on_new: see `NewConversation`.
+    Its methods are called in the server's thread, and `close` in that of the agent loops. on_new: see
+    `NewConversation`.
     """
 
     def __init__(

@@ -47,17 +47,11 @@ from verl.registry import Registry
 
 @dataclass(frozen=True, order=True)
 class Coordinates:
-    """The position of one rank in a mesh.
+    """The position of one rank in a mesh."""
 
-    Attributes:
-        dp: Data-parallel rank: which rows it processes.
-        tp: Rank among those that share these rows within a pipeline stage (tensor or sequence parallel).
-        pp: Pipeline stage.
-    """
-
-    dp: int = 0
-    tp: int = 0
-    pp: int = 0
+    dp: int = 0  # data-parallel rank: which rows it processes
+    tp: int = 0  # rank among those that share these rows within a pipeline stage (tensor or sequence parallel)
+    pp: int = 0  # pipeline stage
 
 
 @dataclass(frozen=True)
@@ -110,16 +104,12 @@ class Call:
     """The arguments of one rank.
 
     Ranks with the same rows share the same `args` and `kwargs` objects, so that an executor can send them once.
-
-    Attributes:
-        padding: Number of padding rows at the end of each DataProto; `finish` drops their results.
-        collect: Whether the result of this rank is used. If not, it is not sent.
     """
 
     args: tuple = ()
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    padding: int = 0
-    collect: bool = True
+    padding: int = 0  # number of padding rows at the end of each DataProto; `finish` drops their results
+    collect: bool = True  # whether the result of this rank is used. If not, it is not sent.
 
     def run(self, workers: Mapping[str, Any], role: str, method: str) -> Any:
         """Call a method of the worker of a role, under its name in traces of torch, and prepare the result."""
@@ -149,15 +139,11 @@ CollectFn = Callable[[Layout, list], Any]
 
 @dataclass(frozen=True)
 class DispatchMode:
-    """A way to call the ranks of a group.
+    """A way to call the ranks of a group."""
 
-    Attributes:
-        dispatch: (layout, args, kwargs) -> one Call per rank; None for a rank that does not run.
-        collect: (layout, results in rank order) -> the value that the caller gets. The result is None for a rank that
-            did not run or whose result is not collected.
-    """
-
-    dispatch: DispatchFn
+    dispatch: DispatchFn  # (layout, args, kwargs) -> one Call per rank; None for a rank that does not run
+    # (layout, results in rank order) -> the value that the caller gets. The result is None for a rank that did not run
+    # or whose result is not collected.
     collect: CollectFn
 
 

@@ -37,14 +37,7 @@ class Source(ABC):
 
     @abstractmethod
     def fetch(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Copy rows of the column `name` to this process.
-
-        Args:
-            rows: (n,) int64 row indices.
-
-        Returns:
-            (n, *row_shape) CPU tensor.
-        """
+        """Copy rows, (n,) int64 indices, of the column `name` to this process: (n, *row_shape) on the CPU."""
 
 
 def assemble_rows(shape: Sequence[int], chunks: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -72,11 +65,7 @@ _EXPOSES_MEMORY = {_T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage, _T.d
 class RemoteTensor(torch.Tensor):
     """A (B, *row_shape) tensor whose rows are in other processes.
 
-    Row i is row `source_rows[i]` of column `name` of `sources[source_ids[i]]`.
-
-    Args:
-        source_ids: (B,) int64 indices into `sources`.
-        source_rows: (B,) int64 row indices within each source.
+    Row i is row `source_rows[i]` of column `name` of `sources[source_ids[i]]`; both indices are (B,) int64.
     """
 
     @staticmethod
@@ -285,15 +274,10 @@ def large_columns(value: Any) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Columns(Source):
-    """The large columns of one batch.
+    """The large columns of one batch."""
 
-    Attributes:
-        arrays: name -> (B, bytes of a row) uint8.
-        kinds: name -> (shape of a row, dtype).
-    """
-
-    arrays: Mapping[str, np.ndarray]
-    kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    arrays: Mapping[str, np.ndarray]  # name -> (B, bytes of a row) uint8
+    kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # name -> (shape of a row, dtype)
 
     def fetch(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         shape, dtype = self.kinds[name]

@@ -3,7 +3,7 @@
 import socket
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,32 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankEnv:
-    """The distributed environment of one rank, with the names that `torchrun` uses.
+    """The distributed environment of one rank, with the names that `torchrun` uses."""
 
-    Attributes:
-        rank, world_size: In the worker group.
-        local_rank, local_world_size: On this host.
-        master_addr, master_port: A free port at the address of rank 0, for `torch.distributed`.
-    """
-
-    rank: int = 0
+    rank: int = 0  # in the worker group
     world_size: int = 1
-    local_rank: int = 0
+    local_rank: int = 0  # on this host
     local_world_size: int = 1
-    master_addr: str = "127.0.0.1"
+    master_addr: str = "127.0.0.1"  # of rank 0, with a free port for `torch.distributed`
     master_port: int = 0
 
     @property
     def env(self) -> dict[str, str]:
         """The environment variables that `torch.distributed.init_process_group("env://")` reads."""
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-        }
+        return {f.name.upper(): str(getattr(self, f.name)) for f in fields(self)}
 
 
 class Worker:
@@ -107,20 +94,17 @@ class Worker:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """How to construct a worker in the process that will run it.
+    """How to construct a worker in the process that will run it."""
 
-    Attributes:
-        cls: The Worker class, or its address (path, name) as `verl.registry.load_object` takes it. A class from a
-            user's file is given by address, and each process loads the file itself.
-        kwargs: Keyword arguments of the constructor; picklable if the worker runs in another process.
-        imports: The user's files and modules, which each process imports first: they may register engines, losses and
-            agent loops, or define the model.
-        attributes: Attributes that the worker has before its `__init__` runs.
-    """
-
+    # the Worker class, or its address (path, name) as `verl.registry.load_object` takes it. A class from a user's file
+    # is given by address, and each process loads the file itself.
     cls: type[Worker] | tuple[str, str]
+    # keyword arguments of the constructor; picklable if the worker runs in another process
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    # the user's files and modules, which each process imports first: they may register engines, losses and agent loops,
+    # or define the model
     imports: tuple[str, ...] = ()
+    # attributes that the worker has before its `__init__` runs
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -40,19 +40,13 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)
 
 @dataclass(frozen=True)
 class RankState:
-    """The observed state of a rank.
-
-    Attributes:
-        pid: Its process.
-        status: State of the process, as in psutil; None if its host could not be asked.
-        busy: Whether it has not replied to the call.
-    """
+    """The observed state of a rank."""
 
     rank: int
-    pid: int
+    pid: int  # its process
     host: str
-    status: str | None
-    busy: bool = True
+    status: str | None  # state of the process, as in psutil; None if its host could not be asked
+    busy: bool = True  # whether it has not replied to the call
 
     @property
     def is_stopped(self) -> bool:
@@ -78,15 +72,8 @@ class RankState:
 
 
 class CallWatch:
-    """The limit of the call `role`.`method`().
-
-    Args:
-        durations: Of earlier calls.
-        operator: The operator that makes the call; None for other calls.
-
-    Attributes:
-        limit: Of the call; for the constructors of workers, that of their start.
-    """
+    """The limit of the call `role`.`method`(), of an operator or (None) another caller, from the durations of earlier
+    calls. limit: of the call; for the constructors of workers, that of their start."""
 
     def __init__(self, durations: Durations, role: str, method: str, operator: str | None):
         self.elapsed = Elapsed()  # since the call started
@@ -113,17 +100,19 @@ def find_culprit(states: Sequence[RankState], stacks: Mapping[int, str]) -> tupl
     asleep = [state for state in late if state.status == psutil.STATUS_DISK_SLEEP]
     if asleep:
         return asleep[0], "; ".join(map(str, asleep))
-    waiting = [state for state in late if _is_in_collective(stacks.get(state.rank, ""))]
+    frames = {state.rank: _call_frames(stacks.get(state.rank, "")) for state in late}
+    waiting = [s for s in late if any(f["file"].endswith(_WAITING_FUNCTIONS) for f in frames[s.rank][:4])]
     if len(waiting) == len(late):
         ranks = [state.rank for state in waiting]
         return late[0], f"ranks {ranks} wait in a collective operation, and each process is alive: check the network"
-    positions: dict[str | None, list[RankState]] = {}  # innermost function -> ranks in it; the culprit's differs
+    positions: dict[str, list[RankState]] = {}  # innermost function -> ranks in it; the culprit's differs
     for state in late:
         if state not in waiting:
-            positions.setdefault(_innermost(stacks.get(state.rank, "")), []).append(state)
+            position = "".join(f", in {f['name']} ({f['file']}:{f['line']})" for f in frames[state.rank][:1])
+            positions.setdefault(position, []).append(state)
     position, (culprit, *_) = min(positions.items(), key=lambda item: len(item[1]))
     partners = f" while ranks {[state.rank for state in waiting]} wait in a collective operation" if waiting else ""
-    return culprit, f"{culprit}{f', in {position}' if position else ''}{partners}"
+    return culprit, f"{culprit}{position}{partners}"
 
 
 def _call_frames(stacks: str) -> list[re.Match[str]]:
@@ -133,16 +122,6 @@ def _call_frames(stacks: str) -> list[re.Match[str]]:
         if any(frame["file"].endswith(("local/worker_main.py", "ray/rank_actor.py")) for frame in frames[1:]):
             return frames
     return []
-
-
-def _innermost(stacks: str) -> str | None:
-    """The innermost function of the call, as "name (file:line)"."""
-    frames = _call_frames(stacks)
-    return f"{frames[0]['name']} ({frames[0]['file']}:{frames[0]['line']})" if frames else None
-
-
-def _is_in_collective(stacks: str) -> bool:
-    return any(frame["file"].endswith(_WAITING_FUNCTIONS) for frame in _call_frames(stacks)[:4])
 
 
 T = TypeVar("T")
@@ -202,13 +181,8 @@ class WorkerTimeout(WorkerError):
 def timeout_error(
     states: Sequence[RankState], stacks: Mapping[int, str], role: str, method: str, waited: str
 ) -> WorkerTimeout:
-    """The error of a call that waits for a rank.
-
-    Args:
-        states: Of all ranks.
-        stacks: Rank -> the stacks of its threads.
-        waited: For how long the call `role`.`method`() has waited, and for whom.
-    """
+    """The error of a call that waits for a rank. stacks: rank -> the stacks of its threads. waited: for how long the
+    call `role`.`method`() has waited, and for whom."""
     culprit, reason = find_culprit(states, stacks)
     text = "\n\n".join(f"--- {state}\n{stacks.get(state.rank, '')}".rstrip() for state in states)
     message = f"{reason}; {waited}; states and stacks of all ranks:"
@@ -370,11 +344,8 @@ class WorkerGroup:
             f"{did_you_mean(method, self._methods)}"
         )
 
-    def __getattr__(self, name: str) -> Any:
-        # Called only for names that do not exist.
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise AttributeError(self._unknown_method(name))
+    def __getattr__(self, name: str) -> Any:  # called only for names that do not exist
+        raise AttributeError(name if name.startswith("_") else self._unknown_method(name))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}, {self.worker_class.__name__}, world_size={self.world_size})"

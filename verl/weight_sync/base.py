@@ -18,21 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Result of one push.
+    """Result of one push."""
 
-    Attributes:
-        version: weight version.
-        bytes: sent to each rollout rank.
-        seconds: duration of the push.
-        checksum: of the full parameters that arrived, the same on all ranks; 0 if none was computed.
-        kept: bytes that the rollout rank had already and that were not sent to it.
-    """
-
-    version: int
-    bytes: int = 0
-    seconds: float = 0.0
-    checksum: int = 0
-    kept: int = 0
+    version: int  # weight version
+    bytes: int = 0  # sent to each rollout rank
+    seconds: float = 0.0  # duration of the push
+    checksum: int = 0  # of the full parameters that arrived, the same on all ranks; 0 if none was computed
+    kept: int = 0  # bytes that the rollout rank had already and that were not sent to it
 
 
 class WeightSource(Protocol):
@@ -45,13 +37,10 @@ class WeightSource(Protocol):
 
 @runtime_checkable
 class ShardSource(WeightSource, Protocol):
-    """A training engine whose shards can be read without gathering them.
+    """A training engine whose shards can be read without gathering them."""
 
-    Attributes:
-        replicas: the replicas of the weights that this rank belongs to, the smallest one first. Ranks with the same
-            number hold the weights together, or those of the experts. Empty: one replica.
-    """
-
+    # the replicas of the weights that this rank belongs to, the smallest one first. Ranks with the same number hold the
+    # weights together, or those of the experts. Empty: one replica.
     replicas: tuple[int, ...]
 
     def shard_layout(self) -> Sequence[Shard] | None:
@@ -144,13 +133,8 @@ class WeightSync(ABC):
 
 
 def is_check_due(version: int, last_check: int | None, every: int) -> bool:
-    """Whether the weights of a version are checked: the first ones, then those of every multiple of `every`.
-
-    Args:
-        version: weight version.
-        last_check: version of the last check; None: there was none.
-        every: `rollout.check_every`; 0: no version is checked.
-    """
+    """Whether the weights of a version are checked: the first ones (last_check is None), then those of every multiple
+    of `every` (`rollout.check_every`; 0: none)."""
     return every > 0 and (last_check is None or (version % every == 0 and version != last_check))
 
 

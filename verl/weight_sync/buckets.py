@@ -56,21 +56,17 @@ def pack(
     bucket_bytes: int,
     wait: Callable[[int], None] = lambda number: None,
 ) -> Iterator[Bucket]:
-    """Pack parameters into two alternating buffers: one is filled while the other one is sent.
+    """Pack parameters into two alternating buffers: one is filled while the other one is sent. Yields buckets from
+    number 0.
 
     A parameter is copied before the next one is read, because a source may reuse its memory. One that is larger than a
     bucket is not copied: it has been sent before the next one is read.
 
     Args:
-        weights: (name, tensor) of every parameter.
-        device: device of the buckets.
         dtype: dtype of the parameters in the buckets; None: not cast.
         bucket_bytes: max size of a bucket of several parameters.
         wait: called with the number of a bucket whose memory is used again: waits until it has been sent. The default
             is for a caller that has used a bucket before it reads the next one.
-
-    Yields:
-        Buckets, numbered from 0.
     """
     buffers: dict[int, torch.Tensor] = {}
     number, end = 0, 0

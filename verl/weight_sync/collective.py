@@ -43,14 +43,9 @@ from verl.weight_sync.verify import (
 
 
 class TransferGroup:
-    """A process group of training rank 0 (rank 0 in this group) and all rollout ranks.
+    """A process group of training rank 0 (rank 0 in this group) and all rollout ranks. GPU tensors are sent over NCCL.
 
-    Args:
-        address: host and port on which rank 0 listens.
-        rank, size: rank in this group, and its size.
-        device: device of the tensors. GPU tensors are sent over NCCL.
-        timeout: timeout of a transfer in seconds.
-
+    address: on which rank 0 listens. rank, size: in this group. timeout: of a transfer in seconds.
     """
 
     def __init__(self, address: tuple[str, int], rank: int, size: int, device: torch.device, timeout: float):
@@ -125,15 +120,11 @@ class CollectiveSync(WeightSync):
 
 
 class _Header(NamedTuple):
-    """What rank 0 broadcasts before a push.
-
-    Attributes:
-        compares: whether rollout ranks compare what they store with what they have received.
-    """
+    """What rank 0 broadcasts before a push."""
 
     version: int
     bucket_bytes: int
-    compares: bool
+    compares: bool  # whether rollout ranks compare what they store with what they have received
 
 
 class _Sending:

@@ -15,13 +15,7 @@ from verl.weight_sync.verify import Loading
 
 
 class ReplicaSync(WeightSync):
-    """The rollout engine in this process has an unsharded copy of the weights, gathered from all ranks.
-
-    Args:
-        rollout: the rollout engine.
-        dtype: of the weights that are gathered; None: not cast.
-        check_every: see `WeightSync`.
-    """
+    """The rollout engine in this process has an unsharded copy of the weights, gathered from all ranks in `dtype`."""
 
     def __init__(
         self,
@@ -55,10 +49,7 @@ def local_sync(
 
     Args:
         setting: `rollout.weight_sync`; check_every: the setting of this name.
-        engine: the rollout engine.
-        device: of both.
         dtype: of the weights that are gathered; None: not cast.
-        bucket_bytes: max size of a bucket.
         has_shards: whether the shards of the training engine can be read.
         prefers_shards: whether to read them for a full copy, too.
 

@@ -104,15 +104,9 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Loading:
-    """Loads a push into a receiver.
+    """Loads a push of a weight version into a receiver, and counts its `bytes`.
 
-    Args:
-        receiver: the rollout engine's side.
-        version: weight version.
-        compares: whether what it stores is compared with what it has read, if it is a `StoredWeights`.
-
-    Attributes:
-        bytes: read so far.
+    compares: whether what the receiver stores is compared with what it has read, if it is a `StoredWeights`.
     """
 
     def __init__(self, receiver: WeightReceiver, version: int, compares: bool):
@@ -125,10 +119,7 @@ class Loading:
         self._expected: dict[str, tuple[int, torch.Tensor]] = {}  # name -> elements and sums of what must be stored
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Load weights, and compare what is stored with them.
-
-        Returns:
-            Their checksum; 0 without a comparison.
+        """Load weights, and compare what is stored with them. Returns their checksum; 0 without a comparison.
 
         Raises:
             ValueError: the receiver cannot load them, did not read all, or stores other values, which are released.

@@ -23,19 +23,14 @@ _THREADS = 64  # for functions that are not async
 
 @dataclass(frozen=True)
 class ToolSettings:
-    """The tools that a host loads, and how it truncates responses.
+    """The tools that a host loads, and how it truncates responses."""
 
-    Args:
-        tool_config_path, function_tool_path, interaction_config_path: see `verl.agents.tools.load`.
-        max_response_length: longer responses of tools are truncated, in characters.
-        truncate_side: see `truncate_text`.
-    """
-
+    # tool_config_path, function_tool_path, interaction_config_path: see `verl.agents.tools.load`
     tool_config_path: str | None = None
     function_tool_path: str | None = None
     interaction_config_path: str | None = None
-    max_response_length: int = 256
-    truncate_side: str = "middle"
+    max_response_length: int = 256  # longer responses of tools are truncated, in characters
+    truncate_side: str = "middle"  # see `truncate_text`
 
 
 class ToolFailure(Exception):
@@ -55,17 +50,8 @@ class ToolRunner(Protocol):
     """Calls methods of a `ToolHost`."""
 
     async def call(self, trajectory: str, method: str, arguments: Mapping[str, Any], seconds: float | None) -> Any:
-        """Call `ToolHost.<method>(trajectory, **arguments)`.
-
-        Args:
-            trajectory: id of the trajectory.
-            method: the method.
-            arguments: its other arguments.
-            seconds: time limit; None: no limit.
-
-        Raises:
-            ToolFailure: the call failed.
-        """
+        """Call `ToolHost.<method>(trajectory, **arguments)`. Raises ToolFailure if it fails, or takes longer than
+        `seconds`."""
 
     def forget(self, trajectory: str) -> None:
         """End a trajectory. Its process is available to others."""

@@ -39,17 +39,11 @@ _TAG = re.compile(rf"<(/?)(?:{_NAMES})>|\[(/?)THINK\]")
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A call that the policy wrote.
-
-    Args:
-        name: name of the tool.
-        arguments: JSON text.
-        error: why the text is not a call; the policy reads it.
-    """
+    """A call that the policy wrote."""
 
     name: str
-    arguments: str
-    error: str | None = None
+    arguments: str  # JSON text
+    error: str | None = None  # why the text is not a call; the policy reads it
 
     def read_arguments(self) -> dict[str, Any]:
         """The arguments as they were written. Raises ValueError if the text is not a JSON object."""

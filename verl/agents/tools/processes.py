@@ -179,7 +179,8 @@ class ToolProcesses:
         self._repeats = _Slot(settings, one_at_a_time=True)
         self._home: dict[str, _Slot] = {}
         self._state: dict[str, int] = {}  # trajectory -> generation of the process with its instances
-        self._finalizer = weakref.finalize(self, _close_all, [*self._slots, self._repeats])
+        slots = [*self._slots, self._repeats]
+        self._finalizer = weakref.finalize(self, lambda: [slot.close() for slot in slots])
 
     async def call(self, trajectory: str, method: str, arguments: Mapping[str, Any], seconds: float | None) -> Any:
         if trajectory not in self._home:
@@ -208,8 +209,3 @@ class ToolProcesses:
 
     def close(self) -> None:
         self._finalizer()
-
-
-def _close_all(slots: list[_Slot]) -> None:
-    for slot in slots:
-        slot.close()

@@ -119,14 +119,10 @@ class EngineState:
 
 
 class _Slot:
-    """The state of one parameter in an optimizer.
-
-    Attributes:
-        main: the tensor that the optimizer updates: the parameter, a float32 copy, or a run of its elements.
-        run: the elements of this run; None for all.
-    """
+    """The state of one parameter in an optimizer."""
 
     def __init__(self, parameter: torch.Tensor, main: torch.Tensor, run: slice | None, group: dict[str, Any]):
+        # main: what the optimizer updates: the parameter, a float32 copy, or a run of its elements (None: all)
         self.parameter, self.main, self.run, self.group = parameter, main, run, group
 
     def fill(self, optimizer: Any, tensors: dict[str, torch.Tensor], step: int) -> None:

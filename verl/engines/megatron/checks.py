@@ -58,11 +58,8 @@ def check_architecture(hf: Any, path: str) -> None:
 
 def check_sizes(hf: Any, megatron: schema.MegatronConfig) -> None:
     """Raise ValueError if the parallel sizes do not divide the model."""
-    t, p, c = (
-        megatron.tensor_model_parallel_size,
-        megatron.pipeline_model_parallel_size,
-        megatron.context_parallel_size,
-    )
+    t, p = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    c = megatron.context_parallel_size
     sparse = sparse_layers(hf)
     dense = () if all(sparse) else ("intermediate_size",)
     for name in ("num_attention_heads", "num_key_value_heads", *dense):

@@ -70,11 +70,7 @@ class _MicroBatch:
 
 @final
 class MegatronEngine(TrainEngine):
-    """A megatron-core GPT model with AdamW.
-
-    Args:
-        spec: sections of the configuration; `spec.engine` is the `megatron` section.
-    """
+    """A megatron-core GPT model with AdamW. `spec.engine` is the `megatron` section."""
 
     gathers_one_by_one = True
 

@@ -53,20 +53,13 @@ class ShardRank:
 
 @dataclass(frozen=True)
 class Conversion:
-    """One parameter of megatron-core.
+    """One parameter of megatron-core."""
 
-    Attributes:
-        name: its name, with the number of the layer in the whole model.
-        sources: HuggingFace names.
-        shapes: shapes of the full tensors.
-        per_group: query heads of each key/value head, and their size, for "qkv".
-    """
-
-    name: str
-    sources: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    name: str  # its name, with the number of the layer in the whole model
+    sources: tuple[str, ...]  # HuggingFace names
+    shapes: tuple[tuple[int, ...], ...]  # shapes of the full tensors
     layout: Layout
-    per_group: tuple[int, int] = (0, 0)
+    per_group: tuple[int, int] = (0, 0)  # query heads of each key/value head, and their size, for "qkv"
 
     @property
     def is_expert(self) -> bool:

@@ -85,9 +85,7 @@ class AutoRecompute:
     def choose(self, tokens: list[int], optimizer: Any, max_over_ranks: Callable[[list[float]], list[float]]) -> None:
         """Recompute activations in the next update if those of some rank do not fit. Collective; on GPUs.
 
-        Args:
-            tokens: tokens of each micro-batch of this rank.
-        """
+        tokens: of each micro-batch of this rank."""
         device = next(self.chunks[0].parameters()).device
         free = free_bytes(device) - bytes_beside_activations(self.chunks, optimizer, device)
         is_needed = any(max_over_ranks([float(self.is_needed(max(tokens), len(tokens), free))]))
@@ -97,13 +95,8 @@ class AutoRecompute:
         self._logged = is_needed
 
     def is_needed(self, tokens: int, micro_batches: int, free: int) -> bool:
-        """Whether the activations of an update do not fit on this rank.
-
-        Args:
-            tokens: tokens of the largest micro-batch.
-            micro_batches: their number.
-            free: bytes for activations.
-        """
+        """Whether the activations of an update of `micro_batches`, the largest of `tokens`, exceed `free` bytes of this
+        rank."""
         if self.per_token is None:
             self.set(False)
             self.per_token = sum(map(self._saved_by, self.chunks))

@@ -31,17 +31,13 @@ from verl.modeling.packing import ModelInput, Packing
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Positions of the tokens of a micro-batch, for attention; passed as megatron-core's `packed_seq_params`.
-
-    Attributes:
-        cos, sin: (n, D) rotary embedding of this rank's n tokens.
-        qkv_format: megatron-core squeezes the batch dimension of "thd"; this is not it.
-    """
+    """Positions of the tokens of a micro-batch, for attention; passed as megatron-core's `packed_seq_params`."""
 
     packing: Packing
+    # cos, sin: (n, D) rotary embedding of this rank's n tokens
     cos: torch.Tensor
     sin: torch.Tensor
-    qkv_format: str = "packed"
+    qkv_format: str = "packed"  # megatron-core squeezes the batch dimension of "thd"; this is not it
 
 
 class RMSNorm(nn.RMSNorm):
@@ -101,13 +97,9 @@ class GatedMLP(MLP):
 
 @dataclass
 class DecoderConfig(TransformerConfig):
-    """megatron-core's configuration, with the attention window of each layer.
+    """megatron-core's configuration, with the attention window of each layer."""
 
-    Attributes:
-        sliding_windows: keys that a query of each layer attends to; empty: all.
-    """
-
-    sliding_windows: tuple[int | None, ...] = ()
+    sliding_windows: tuple[int | None, ...] = ()  # keys that a query of each layer attends to; empty: all
 
 
 def layer_spec(config: DecoderConfig, is_sparse: bool) -> ModuleSpec:

@@ -128,19 +128,14 @@ class ChunkRouting:
 
 
 class StageRouting:
-    """The routers of this rank.
-
-    Attributes:
-        replays: whether recorded choices are repeated; otherwise they are only compared.
-        trains: whether the pass has a backward pass.
-        records: whether the choices are kept, for `recorded`.
-        counts: whether statistics are kept, for `metrics`.
-    """
+    """The routers of this rank."""
 
     def __init__(self, chunks: Sequence[Any], hf: Any, ranks: ParallelRanks):
         self.ranks = ranks
         numbers = [i for i, is_sparse in enumerate(sparse_layers(hf)) if is_sparse]
         self.layers, self.experts, self.top_k = len(numbers), hf.num_local_experts, hf.num_experts_per_tok
+        # whether recorded choices are repeated or only compared, whether the pass has a backward pass, and whether the
+        # choices are kept, for `recorded`, and statistics, for `metrics`
         self.replays, self.trains, self.records, self.counts = True, False, False, False
         self.chunks: list[ChunkRouting] = []
         for chunk in chunks:
@@ -156,14 +151,8 @@ class StageRouting:
     def begin(
         self, recorded: torch.Tensor | None, *, trains: bool = False, records: bool = False, counts: bool = False
     ) -> None:
-        """Start a pass over micro-batches.
-
-        Args:
-            recorded: the column routed_experts, if the batch has it.
-
-        Raises:
-            ValueError: the choices are not those of this model.
-        """
+        """Start a pass over micro-batches. recorded: the column routed_experts, if the batch has it. Raises ValueError
+        if its choices are not those of this model."""
         if recorded is not None:
             check_choices(tuple(recorded.shape[2:]), self.layers, self.top_k)
         self.trains, self.records, self.counts = trains, records, counts
@@ -180,12 +169,8 @@ class StageRouting:
         return model_input.tokens[self.ranks.t * share : (self.ranks.t + 1) * share]
 
     def recorded(self, rows: Sequence[list[int]], inputs: Sequence[ModelInput]) -> torch.Tensor:
-        """The column routed_experts (B, P + T, L, k) int16 of the last pass. Collective.
-
-        Args:
-            rows: rows of each micro-batch.
-            inputs: its input on this rank.
-        """
+        """The column routed_experts (B, P + T, L, k) int16 of the last pass, from the rows of each micro-batch and its
+        input on this rank. Collective."""
         width, shape = inputs[0].width, (self.layers, self.top_k)
         column = torch.full((sum(map(len, rows)), width, *shape), NOT_RECORDED, dtype=torch.int16)
         for i, model_input in enumerate(inputs):

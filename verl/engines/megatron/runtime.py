@@ -49,9 +49,6 @@ class ParallelRanks:
     """The position of this rank in the tensor (t), context (c), pipeline (p) and data (d) dimensions.
 
     The experts of a layer have dimensions of their own: expert tensor (et), expert (e), and data (ed) for the rest.
-
-    Attributes:
-        groups: megatron-core's module `parallel_state`.
     """
 
     t: int
@@ -67,7 +64,7 @@ class ParallelRanks:
     e: int
     e_size: int
     ed: int
-    groups: Any
+    groups: Any  # megatron-core's module `parallel_state`
 
     @property
     def is_first_rank(self) -> bool:

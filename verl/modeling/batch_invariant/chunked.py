@@ -17,17 +17,11 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class Scores:
-    """How attention scores are computed.
+    """How attention scores are computed."""
 
-    Attributes:
-        scale: score = scale * (q k).
-        window: a query attends to the last `window` keys; None: to all.
-        softcap: score = softcap * tanh(score / softcap) if given.
-    """
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
+    scale: float  # score = scale * (q k)
+    window: int | None = None  # a query attends to the last `window` keys; None: to all
+    softcap: float | None = None  # score = softcap * tanh(score / softcap) if given
 
 
 #: rows of a GEMM: the first of these with which all rows are treated alike
@@ -41,13 +35,7 @@ ADDENDS = 1024
 
 
 def in_chunks(compute: Callable[..., torch.Tensor], size: int, *tensors: torch.Tensor) -> torch.Tensor:
-    """Compute in chunks of `size` entries of the first dimension; the last chunk is padded with zeros.
-
-    Args:
-        compute: computes each entry independently.
-        size: entries of a chunk.
-        tensors: (n, ...) each, with the same n >= 1.
-    """
+    """Compute the entries of tensors (n, ...), n >= 1, in chunks of `size`; the last one is padded with zeros."""
     count = len(tensors[0])
     fill = -count % size
     if fill:

@@ -45,9 +45,8 @@ class _LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         functions = chunked
         if x.is_cuda:
-            from verl.modeling.batch_invariant import (
-                triton_kernels as functions,
-            )  # triton comes only with torch for GPUs
+            # triton comes only with torch for GPUs
+            from verl.modeling.batch_invariant import triton_kernels as functions
         return functions.linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
 
     @staticmethod
@@ -211,11 +210,8 @@ def batch_invariant_attention(
 
 
 class BatchInvariantForward:
-    """A model's forward pass for generation. N tokens of any sequences, V vocabulary.
-
-    Args:
-        model: an `engines.loading.TokenModel` with kernels "batch_invariant".
-    """
+    """The forward pass for generation of an `engines.loading.TokenModel` with kernels "batch_invariant". N tokens of
+    any sequences, V vocabulary."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -232,7 +228,12 @@ class BatchInvariantForward:
     def generating(self) -> Iterator[None]:
         """Context in which the weights do not change, so they are cast to the compute dtype only once."""
         if self.model.autocast_to is not None:
-            self._cast()
+            # into the memory of the previous phase, if any, since CUDA graphs contain its addresses
+            for layer, cast in zip(self.linears, self._casts):
+                for x, y in zip(cast, layer.computed(self.dtype)):
+                    if x is not None:
+                        x.copy_(y)
+            self._casts = self._casts or [layer.computed(self.dtype) for layer in self.linears]
             for layer, cast in zip(self.linears, self._casts):
                 layer.cast = cast
         try:
@@ -240,16 +241,6 @@ class BatchInvariantForward:
         finally:
             for layer in self.linears:
                 layer.cast = None
-
-    def _cast(self) -> None:
-        """Cast into the memory of the previous phase, if any, since CUDA graphs contain its addresses."""
-        if not self._casts:
-            self._casts = [layer.computed(self.dtype) for layer in self.linears]
-        else:
-            for cast, layer in zip(self._casts, self.linears):
-                for x, y in zip(cast, layer.computed(self.dtype)):
-                    if x is not None:
-                        x.copy_(y)
 
     def release(self) -> None:
         """Free the memory of the cast weights."""

@@ -53,55 +53,35 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one call. None means no limit.
+    """Limits of one call. None means no limit."""
 
-    Attributes:
-        wall_seconds: Elapsed time. The worker is killed when it is over.
-        cpu_seconds: CPU time of all threads, rounded up.
-        memory_bytes: Memory in addition to what the worker used before the call (Linux only). The call raises
-            MemoryError.
-        resident_bytes: Resident memory of the worker and its child processes (Linux only), checked every half second.
-            A worker above is killed, with its children.
-        output_bytes: Output that is kept. The rest is dropped, and the output says so.
-    """
-
-    wall_seconds: float | None = None
-    cpu_seconds: float | None = None
+    wall_seconds: float | None = None  # elapsed time. The worker is killed when it is over.
+    cpu_seconds: float | None = None  # CPU time of all threads, rounded up
+    # memory in addition to what the worker used before the call (Linux only). The call raises MemoryError.
     memory_bytes: int | None = None
+    # resident memory of the worker and its child processes (Linux only), checked every half second. A worker above is
+    # killed, with its children.
     resident_bytes: int | None = None
-    output_bytes: int = 1 << 16
+    output_bytes: int = 1 << 16  # output that is kept. The rest is dropped, and the output says so.
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the function at `address` (see `address_of`) with keyword arguments.
-
-    Attributes:
-        address: The function.
-        arguments: Its keyword arguments.
-        imports: Addresses of functions that are loaded before the call.
-    """
+    """A call of the function at `address` (see `address_of`) with keyword arguments."""
 
     address: tuple[str, str, str]
     arguments: Mapping[str, Any]
-    imports: tuple[tuple[str, str, str], ...] = ()
+    imports: tuple[tuple[str, str, str], ...] = ()  # addresses of functions that are loaded before the call
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a call.
+    """The result of a call."""
 
-    Attributes:
-        value: The return value, if the call succeeded.
-        failure: Otherwise, what happened: a predicate whose subject is the function.
-        cause: The exception behind the failure, if there is one.
-        over_limit: Whether the call exceeded a limit or ended its process.
-    """
-
-    value: Any = None
-    failure: str | None = None
-    cause: BaseException | None = None
-    over_limit: bool = False
+    value: Any = None  # the return value, if the call succeeded
+    failure: str | None = None  # otherwise, what happened: a predicate whose subject is the function
+    cause: BaseException | None = None  # the exception behind the failure, if there is one
+    over_limit: bool = False  # whether the call exceeded a limit or ended its process
 
     @classmethod
     def raised(cls, error: BaseException) -> "Outcome":
@@ -165,13 +145,7 @@ class _Worker(HelperProcess):
         self._ready = False
 
     def start_calls(self, positions: Sequence[int], jobs: Sequence[tuple], limits: Limits) -> None:
-        """Run calls. A worker that is still starting receives them when it is ready.
-
-        Args:
-            positions: Positions of the calls.
-            jobs: (addresses, pickled arguments) of each call.
-            limits: Limits of each call.
-        """
+        """Run calls, (addresses, pickled arguments) each. A worker that starts receives them when it is ready."""
         self.positions, self._limits = deque(positions), limits
         self._number += 1
         self._message = pickle.dumps((self._number, limits, jobs))
@@ -282,17 +256,10 @@ class ProcessPool:
         return next(outcome for _, outcome in self.map([call], limits))
 
     def map(self, calls: Sequence[Call], limits: Limits) -> Iterator[tuple[int, Outcome]]:
-        """Run calls in parallel.
+        """Run calls in parallel; yield (position in `calls`, outcome) in the order in which the calls finish.
 
-        Closing the iterator kills the workers that are still busy.
-
-        Args:
-            calls: The calls.
-            limits: Limits of each call. Starting a worker and importing the function do not count; they have a limit of
-                `START_SECONDS`.
-
-        Yields:
-            (position in `calls`, outcome), in the order in which the calls finish.
+        Closing the iterator kills the workers that are still busy. The limits do not count the start of a worker and
+        the import of the function, which have a limit of `START_SECONDS`.
         """
         return _Run(self, calls, limits).outcomes()
 

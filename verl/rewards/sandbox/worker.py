@@ -110,13 +110,10 @@ def limited(limits: Limits):
 
 
 def run_calls(reply: Callable[..., None], number: int, limits: Limits, jobs: Sequence[tuple]) -> None:
-    """Run the calls of a message one after the other and reply with the result of each as soon as it is known.
+    """Run calls, (addresses, pickled arguments) each, one after the other; reply with each result as soon as it is
+    known.
 
-    Args:
-        reply: Sends a message.
-        number: Number of the first call; the others follow.
-        limits: Limits of each call.
-        jobs: (addresses, pickled arguments) of each call.
+    number: of the first call; the others follow.
     """
     is_called = False
     for this, (addresses, arguments) in enumerate(jobs, start=number):

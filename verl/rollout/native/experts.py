@@ -17,25 +17,15 @@ from verl.rollout.native.decoder import Projection
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of one layer.
+    """The experts of one layer."""
 
-    Attributes:
-        router: H -> E.
-        gate_up: (e, 2 I, H).
-        down: (e, H, I).
-        first: number of the first expert on this rank.
-        top_k: k.
-        normalized: whether the weights of a token sum to 1.
-        keeps_float: whether the weights stay float32 in 16 bits.
-    """
-
-    router: Projection
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    first: int
+    router: Projection  # H -> E
+    gate_up: torch.Tensor  # (e, 2 I, H)
+    down: torch.Tensor  # (e, H, I)
+    first: int  # number of the first expert on this rank
     top_k: int
-    normalized: bool
-    keeps_float: bool
+    normalized: bool  # whether the weights of a token sum to 1
+    keeps_float: bool  # whether the weights stay float32 in 16 bits
 
     @property
     def count(self) -> int:

@@ -69,13 +69,9 @@ def make_native(
 
 
 def check_model(architectures: Iterable[str], sizes: Mapping[str, Any], ranks: int, deterministic: bool) -> None:
-    """Raise ValueError for a model that this engine does not support, or cannot split over `ranks`.
+    """Raise ValueError for a model that this engine does not support, or cannot split over tensor-parallel `ranks`.
 
-    Args:
-        architectures: class names of the saved weights.
-        sizes: the model's config by key.
-        ranks: the tensor-parallel size.
-        deterministic: `rollout.deterministic`.
+    architectures: class names of the saved weights. sizes: the model's config by key.
     """
     import transformers
 

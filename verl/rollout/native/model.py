@@ -40,28 +40,17 @@ from verl.rollout.tensor_parallel import ALONE, TensorParallel
 
 @dataclass(frozen=True)
 class Family:
-    """How one architecture differs from Llama's.
+    """How one architecture differs from Llama's."""
 
-    Attributes:
-        fused: projections are stored as qkv_proj and gate_up_proj.
-        post_norms: norms after attention and MLP, too.
-        gemma: norms scale by 1 + w and embeddings by sqrt(hidden).
-        qk_norm: a norm per head on queries and keys.
-        window: which layers use sliding-window attention: "none", "all", or those of "layer_types" named
-            sliding_attention.
-        softcaps: config.attn_logit_softcapping applies.
-        rope_per_type: one set of rotary frequencies per layer type.
-        activation: name of the config attribute with the MLP's activation.
-    """
-
-    fused: bool = False
-    post_norms: bool = False
-    gemma: bool = False
-    qk_norm: bool = False
+    fused: bool = False  # projections are stored as qkv_proj and gate_up_proj
+    post_norms: bool = False  # norms after attention and MLP, too
+    gemma: bool = False  # norms scale by 1 + w and embeddings by sqrt(hidden)
+    qk_norm: bool = False  # a norm per head on queries and keys
+    # which layers use sliding-window attention: "none", "all", or those of "layer_types" named sliding_attention
     window: str = "none"
-    softcaps: bool = False
-    rope_per_type: bool = False
-    activation: str = "hidden_act"
+    softcaps: bool = False  # config.attn_logit_softcapping applies
+    rope_per_type: bool = False  # one set of rotary frequencies per layer type
+    activation: str = "hidden_act"  # name of the config attribute with the MLP's activation
 
 
 _GEMMA2 = Family(gemma=True, post_norms=True, softcaps=True, window="layer_types", activation="hidden_activation")
@@ -100,13 +89,8 @@ _PROJECTIONS = (
 
 
 def is_readable(name: str, settings: Mapping[str, Any], module: nn.Module | None = None) -> bool:
-    """Whether `read_decoder` reads a model.
-
-    Args:
-        name: its architecture.
-        settings: the config of its language model by key.
-        module: None if it is not loaded yet.
-    """
+    """Whether `read_decoder` reads a model of this architecture. settings: the config of its language model by key.
+    module: None if it is not loaded yet."""
     family = FAMILIES.get(name)
     parts = () if module is None else module.named_modules()
     if any(type(part) not in (nn.Linear, Fp8Linear) for path, part in parts if path.rpartition(".")[2] in _PROJECTIONS):
@@ -131,9 +115,7 @@ def read_decoder(
     Args:
         module: a HuggingFace model, unsharded, or with this rank's slices of the parameters (`native.slices`).
         dtype: None for the parameters' dtype, without a copy. Any other dtype copies the projections as they are now.
-        transpose_limit: see TRANSPOSE_LIMIT.
         reuse: an earlier result, whose memory is reused for copies.
-        tp: the ranks that hold the model.
         quantized: quantize the layers that compute in FP8; otherwise only the sizes of the result are valid.
 
     Raises:
@@ -212,12 +194,7 @@ def _layer(layer: nn.Module, config, reader: "_Reader", kind: str | None, rope: 
 
 @dataclass(eq=False)
 class _Reader:
-    """Reads parameters: projections in `dtype`, optionally copied as (in, out); all others in `stream_dtype`.
-
-    Attributes:
-        pairs: (D,) order in which to read the dimensions of a query or key head; None if nothing is folded.
-        old: tensors of an earlier reading, whose memory is reused where shapes match.
-    """
+    """Reads parameters: projections in `dtype`, optionally copied as (in, out); all others in `stream_dtype`."""
 
     family: Family
     dtype: torch.dtype
@@ -225,8 +202,9 @@ class _Reader:
     transposed: bool
     heads: int
     kv_heads: int
+    # (D,) order in which to read the dimensions of a query or key head; None if nothing is folded
     pairs: torch.Tensor | None
-    old: Sequence[torch.Tensor]
+    old: Sequence[torch.Tensor]  # tensors of an earlier reading, whose memory is reused where shapes match
     tp: TensorParallel
     is_fp8: bool
     copies: list[torch.Tensor] = field(default_factory=list)
@@ -288,12 +266,9 @@ class _Reader:
     def projection(
         self, factor: torch.Tensor | None = None, order: torch.Tensor | None = None, **linears: nn.Module
     ) -> Projection:
-        """Fuse projections of the same input.
+        """Fuse projections of the same input: `linears` by name, in the order of their outputs.
 
-        Args:
-            factor: (in,), multiplied into the matrix.
-            order: permutation of the outputs.
-            linears: the layers by name, in the order of their outputs.
+        factor: (in,), multiplied into the matrix. order: permutation of the outputs.
         """
         # `_joint` may return the memory of the trainer's parameters
         assert self.transposed or (factor is None and order is None), "folding without a copy"

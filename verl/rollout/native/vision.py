@@ -21,17 +21,11 @@ from verl.rollout.request import Request
 
 @dataclass(frozen=True, eq=False)
 class PromptImages:
-    """The images of a prompt.
+    """The images of a prompt."""
 
-    Attributes:
-        inputs: tensors of the model's processor.
-        positions: (C, L) of the prompt, on one axis or three.
-        continued: number of tokens of earlier turns at the end of the prompt, which are text.
-    """
-
-    inputs: Mapping[str, Any]
-    positions: torch.Tensor
-    continued: int = 0
+    inputs: Mapping[str, Any]  # tensors of the model's processor
+    positions: torch.Tensor  # (C, L) of the prompt, on one axis or three
+    continued: int = 0  # number of tokens of earlier turns at the end of the prompt, which are text
 
     @property
     def offset(self) -> int:
@@ -41,21 +35,15 @@ class PromptImages:
 
 @dataclass(frozen=True)
 class PrefillImages:
-    """The images of one prefill of `count` prompts, right-padded to `width` tokens.
+    """The images of one prefill of `count` prompts, right-padded to `width` tokens."""
 
-    Attributes:
-        embeds: (count * width, H), with features in place of placeholders.
-        mask: (count * width,) the placeholders, if `deepstack` is not empty.
-        deepstack: features (V, H) that are added to the states of the placeholders after each of the first layers.
-        positions: (3, count * width).
-        blocks: (count, width) the image of each token, 0 for text, if the tokens of an image attend to each other in
-            both directions.
-    """
-
-    embeds: torch.Tensor
-    mask: torch.Tensor | None
+    embeds: torch.Tensor  # (count * width, H), with features in place of placeholders
+    mask: torch.Tensor | None  # (count * width,) the placeholders, if `deepstack` is not empty
+    # features (V, H) that are added to the states of the placeholders after each of the first layers
     deepstack: tuple[torch.Tensor, ...]
-    positions: torch.Tensor
+    positions: torch.Tensor  # (3, count * width)
+    # (count, width) the image of each token, 0 for text, if the tokens of an image attend to each other in both
+    # directions
     blocks: torch.Tensor | None = None
 
     def added(self, x: torch.Tensor, layer: int) -> torch.Tensor:
@@ -94,13 +82,7 @@ class NativeVision:
     def prefill(
         self, embeds: torch.Tensor, prompts: Sequence[list[int]], images: Sequence[PromptImages | None]
     ) -> PrefillImages | None:
-        """The images of a prefill; None without.
-
-        Args:
-            embeds: (count * width, H) embeddings of the right-padded prompts.
-            prompts: `count` prompts.
-            images: those of each.
-        """
+        """The images of a prefill of right-padded prompts with embeddings (count * width, H); None without."""
         if not any(image is not None for image in images):
             return None
         count, width = len(prompts), len(embeds) // len(prompts)

@@ -1,9 +1,6 @@
 """`rollout.name=sglang`: makes the engine of one rank."""
 
-from collections.abc import Callable
 from functools import partial
-
-import numpy as np
 
 from verl.config import schema
 from verl.rollout.base import RolloutEngine, RolloutEnv, SharesWeights
@@ -33,7 +30,11 @@ def make_sglang(
         return SglangFollower()
     capabilities = probe(env.device.type == "cuda")
     copy = EngineCopy.from_arguments(config, model, env, train_engine)
-    experts = _decoder(copy)
+    layers, text = copy.recorded_layers(), copy.hf_config.get_text_config()
+    experts = None
+    if layers is not None:
+        shape = text.num_hidden_layers, text.num_experts_per_tok
+        experts = partial(decode_experts, layers=layers, shape=shape)
     args = engine_args(copy, env, capabilities)
     arguments, on_failure = partial(arguments_of, records=copy.records), FailureHandler()
     engine = start_engine(args, on_failure)
@@ -44,11 +45,3 @@ def make_sglang(
         receiver.prepare_release()
     copy.fill(receiver)
     return SglangRollout(copy, service, memory, receiver)
-
-
-def _decoder(copy: EngineCopy) -> Callable[[str], np.ndarray] | None:
-    """Decodes the experts that SGLang reports; None: they are not asked for."""
-    layers, text = copy.recorded_layers(), copy.hf_config.get_text_config()
-    if layers is None:
-        return None
-    return partial(decode_experts, layers=layers, shape=(text.num_hidden_layers, text.num_experts_per_tok))

@@ -32,13 +32,10 @@ class ProcessFailed(RuntimeError):
 
 
 class FailureHandler:
-    """Handler of SIGQUIT, which SGLang's processes send to this one when they fail.
-
-    Attributes:
-        service: whose requests fail then; None while the engine starts, which is interrupted by `ProcessFailed`.
-    """
+    """Handler of SIGQUIT, which SGLang's processes send to this one when they fail."""
 
     def __init__(self) -> None:
+        # whose requests fail then; None while the engine starts, which is interrupted by `ProcessFailed`
         self.service: Service | None = None
 
     def __call__(self, signum: int, frame: Any) -> None:
@@ -83,25 +80,18 @@ def shares_of_cores(ranks: int) -> str:
 
 @dataclass(eq=False)
 class Job(EngineJob):
-    """A request to SGLang.
+    """A request to SGLang. Its versions are those that SGLang reports."""
 
-    Attributes:
-        rid: its id in SGLang; "" before it is submitted.
-        versions: as SGLang reports them.
-    """
-
-    rid: str = ""
+    rid: str = ""  # its id in SGLang; "" before it is submitted
 
 
 class Service(EngineRequests):
-    """Runs requests and exclusive calls on one engine.
+    """Runs requests and exclusive calls on one `sglang.Engine`.
 
     In `exclusive`, running requests wait if SGLang can interrupt them; otherwise the context begins when they are
     finished.
 
     Args:
-        engine: an `sglang.Engine`.
-        capabilities: of the installed SGLang.
         arguments: (job) -> arguments of `Engine.async_generate` that continue its tokens.
         experts: decodes the experts that SGLang reports, if completions have `routed_experts`.
     """

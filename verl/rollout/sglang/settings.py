@@ -31,17 +31,13 @@ from verl.utils.rng import fork_seed
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Optional features of the installed SGLang, found from signatures and attributes.
+    """Optional features of the installed SGLang, found from signatures and attributes."""
 
-    Attributes:
-        update_sessions: a weight push is enclosed in `begin_weight_update` and `end_weight_update`. Running requests
-            can then be interrupted for it, and report which weights sampled which tokens.
-        routed_experts: the experts that the routers choose can be reported.
-        arguments: of `ServerArgs`, to which `sglang.Engine` passes its own; empty: not known.
-    """
-
+    # a weight push is enclosed in `begin_weight_update` and `end_weight_update`. Running requests can then be
+    # interrupted for it, and report which weights sampled which tokens.
     update_sessions: bool
-    routed_experts: bool = False
+    routed_experts: bool = False  # the experts that the routers choose can be reported
+    # of `ServerArgs`, to which `sglang.Engine` passes its own; empty: not known
     arguments: frozenset[str] = frozenset()
 
 
@@ -125,23 +121,8 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
-def _check_eager(kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for arguments with which SGLang captures graphs or compiles despite `disable_cuda_graph`."""
-    for name in _NOT_EAGER:
-        if kwargs.get(name) not in (None, False, "disabled"):
-            raise ValueError(
-                f"rollout.engine_kwargs.sglang.{name} contradicts rollout.enforce_eager=true, which disables CUDA "
-                "graphs and torch.compile: remove one of them"
-            )
-
-
 def engine_args(copy: EngineCopy, env: RolloutEnv, capabilities: Capabilities) -> dict[str, Any]:
     """Arguments of `sglang.Engine`.
-
-    Args:
-        copy: the model, and where its weights come from.
-        env: where the engine runs.
-        capabilities: of the installed SGLang.
 
     Raises:
         ValueError: an argument in `engine_kwargs.sglang` that is not supported, a quantized model, a dtype that SGLang
@@ -151,8 +132,12 @@ def engine_args(copy: EngineCopy, env: RolloutEnv, capabilities: Capabilities) -
     kwargs = dict(config.engine_kwargs.sglang)
     check_kwargs(kwargs, capabilities.arguments)
     check_dtype(copy.dtype, env.device)
-    if config.enforce_eager:
-        _check_eager(kwargs)
+    for name in _NOT_EAGER if config.enforce_eager else ():
+        if kwargs.get(name) not in (None, False, "disabled"):
+            raise ValueError(
+                f"rollout.engine_kwargs.sglang.{name} contradicts rollout.enforce_eager=true, which disables CUDA "
+                "graphs and torch.compile: remove one of them"
+            )
     args = shared_args(copy) | {
         "model_path": copy.model.path,
         "tp_size": env.tp_size,

@@ -64,7 +64,10 @@ def _make_llm(args: dict[str, Any], env: RolloutEnv, has_experts: bool) -> Any:
             raise ValueError(f"rollout.engine_kwargs.vllm: {error}") from error
         finally:
             set_rng_state(generators)  # vLLM seeds those of the process
-    _keep_process_groups(llm)
+    client = llm.llm_engine.engine_core
+    if (finalizer := getattr(client, "_finalizer", None)) is not None:
+        finalizer.detach()  # it would destroy the process groups of the trainer
+        weakref.finalize(llm, client.engine_core.model_executor.shutdown)
     return llm
 
 
@@ -85,15 +88,6 @@ def _add_expert_group(env: RolloutEnv) -> None:
         dist.get_backend(world.device_group),
         group_name="ep",
     )
-
-
-def _keep_process_groups(llm: Any) -> None:
-    """Replace what vLLM runs when the engine is collected: it would destroy the process groups of the trainer."""
-    client = llm.llm_engine.engine_core
-    finalizer = getattr(client, "_finalizer", None)
-    if finalizer is not None:
-        finalizer.detach()
-        weakref.finalize(llm, client.engine_core.model_executor.shutdown)
 
 
 @contextmanager

@@ -84,12 +84,7 @@ def check_kwargs(kwargs: dict[str, Any], known: Collection[str] = ()) -> None:
 
 
 def engine_args(copy: EngineCopy, env: RolloutEnv, known: Collection[str] = ()) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`.
-
-    Args:
-        copy: the model, and where its weights come from.
-        env: where the engine runs.
-        known: all arguments of the installed vLLM; empty: not known.
+    """Arguments of `vllm.LLM`. known: all arguments of the installed vLLM; empty: not known.
 
     Raises:
         ValueError: an argument in `engine_kwargs.vllm` that is not supported, a quantized model, or choices of experts

@@ -25,13 +25,10 @@ from verl.rollout.routed_experts import cut
 
 @dataclass(eq=False)
 class Job(EngineJob):
-    """A request to vLLM.
+    """A request to vLLM."""
 
-    Args:
-        streams: its tokens are read after every step. Otherwise all at once when it is finished, which is faster, but
-            it cannot be aborted with its tokens so far.
-    """
-
+    # its tokens are read after every step. Otherwise all at once when it is finished, which is faster, but it cannot be
+    # aborted with its tokens so far.
     streams: bool
     future: "Future[Completion]" = field(default_factory=Future)
     key: str = ""

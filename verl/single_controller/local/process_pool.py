@@ -72,20 +72,16 @@ class _Rank:
 
 @dataclass
 class _PendingCall:
-    """A call that has not finished.
-
-    Attributes:
-        waiting: Ranks that have not replied.
-        started: When the processes began to work on it, as far as the pool knows; None while it is queued.
-    """
+    """A call that has not finished."""
 
     role: str
     method: str
     watch: CallWatch
-    waiting: set[int]
+    waiting: set[int]  # ranks that have not replied
     replies: dict[int, Message] = field(default_factory=dict)
     done: threading.Event = field(default_factory=threading.Event)
     error: WorkerError | None = None
+    # when the processes began to work on it, as far as the pool knows; None while it is queued
     started: float | None = None
 
 
@@ -95,7 +91,6 @@ class ProcessPool:
     Args:
         timeout: Seconds that a call, or the construction of the workers, may take; or limits by measured durations.
         devices: Indices of the visible GPUs, rank i uses the i-th of them; None leaves CUDA_VISIBLE_DEVICES unchanged.
-        env: Environment variables in addition to those of this process.
 
     Raises:
         WorkerError: A worker could not be constructed.

@@ -14,7 +14,7 @@ import struct
 import sys
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
@@ -24,16 +24,7 @@ import torch
 
 from verl.processes.child import Channel
 from verl.single_controller.dispatch import Call
-from verl.single_controller.remote_batch import (
-    Columns,
-    Packed,
-    PackedCall,
-    Source,
-    dumps,
-    load_call,
-    loads,
-    unpack_result,
-)
+from verl.single_controller.remote_batch import Columns, PackedCall, Source, dumps, loads, unpack_result
 
 _HEADER = struct.Struct("<BQ?")  # kind, call id, whether the content is the first file instead of what follows
 _INLINE_LIMIT = 4096  # bytes; larger pickles are sent in a memory file
@@ -76,18 +67,12 @@ class MemoryFile:
 
 @dataclass(frozen=True)
 class Message:
-    """A received message. The content stays packed until `load`.
-
-    Attributes:
-        call_id: The call that it belongs to.
-        content: The pickle, or a file with the sizes of the pickle and its buffers, and these.
-        files: Further memory files that were sent with it.
-    """
+    """A received message. The content stays packed until `load`."""
 
     kind: Kind
-    call_id: int
-    content: bytes | MemoryFile
-    files: tuple[MemoryFile, ...] = ()
+    call_id: int  # the call that it belongs to
+    content: bytes | MemoryFile  # the pickle, or a file with the sizes of the pickle and its buffers, and these
+    files: tuple[MemoryFile, ...] = ()  # further memory files that were sent with it
 
     def load(self) -> Any:
         """Unpack the value."""
@@ -175,8 +160,3 @@ def call_parcel(role: str, method: str, call: Call) -> Parcel:
     """On the controller: pack a call, with the memory files of the remote columns among its arguments."""
     packed = PackedCall((call.args, call.kwargs))
     return Parcel((role, method, call.padding, packed.packed), [source.file for source in packed.sources])
-
-
-def unpack_call(message: Message, packed: Packed) -> tuple[tuple, Mapping[str, Any]]:
-    """On a rank: the (args, kwargs) of a call, from the last field of a `call_parcel` and the files of its message."""
-    return load_call(packed, list(map(FileSource, message.files)))

@@ -16,8 +16,8 @@ from typing import Any
 from verl.processes.child import Channel, start_reports
 from verl.processes.streams import redact_output
 from verl.single_controller.dispatch import Call
-from verl.single_controller.local.transport import Kind, Message, Parcel, receive, unpack_call
-from verl.single_controller.remote_batch import loads, pack_result
+from verl.single_controller.local.transport import FileSource, Kind, Message, Parcel, receive
+from verl.single_controller.remote_batch import load_call, loads, pack_result
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import WorkerError
 from verl.utils.log import setup_worker_logging
@@ -43,11 +43,7 @@ class WorkerHost:
         self._current_call = ("", "")
 
     def handle(self, message: Message) -> tuple[Kind, Any]:
-        """Handle a message.
-
-        Returns:
-            (RESULT, result), or (FAILURE, (time, error)).
-        """
+        """Handle a message. Returns (RESULT, result), or (FAILURE, (time, error))."""
         self._current_call = ("worker", "(unpacking the call)")
         try:
             return Kind.RESULT, self._start(message) if message.kind is Kind.START else self._run(message)
@@ -65,7 +61,7 @@ class WorkerHost:
     def _run(self, message: Message) -> Any:
         role, method, padding, packed = message.load()
         self._current_call = (role, method)
-        args, kwargs = unpack_call(message, packed)
+        args, kwargs = load_call(packed, list(map(FileSource, message.files)))
         return Call(args, kwargs, padding, collect=message.kind is Kind.CALL).run(self.workers, role, method)
 
     def serve(self, channel: Channel) -> None:

@@ -20,20 +20,14 @@ _ALIGNMENT = 8  # bytes, of every dtype
 
 @dataclass(frozen=True)
 class Stored:
-    """What a rollout rank stores of a parameter.
+    """What a rollout rank stores of a parameter."""
 
-    Attributes:
-        shape: of the full parameter.
-        rows, columns: of the tensor that the rank stores, as a matrix.
-        chunks: the boxes of the full parameter in it; none: zeros.
-        dtype: of the tensor.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the full parameter
+    # rows, columns: of the tensor that the rank stores, as a matrix
     rows: int
     columns: int
-    chunks: tuple[Chunk, ...]
-    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]  # the boxes of the full parameter in it; none: zeros
+    dtype: torch.dtype  # of the tensor
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """What the rank stores of a full parameter: (rows, columns), in the dtype that it is stored in."""
@@ -48,33 +42,22 @@ class Stored:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """What one rank has in training, in the order in which it is read, and what it stores in the rollout.
-
-    Attributes:
-        replicas: as in `ShardSource`.
-    """
+    """What one rank has in training, in the order in which it is read, and what it stores in the rollout."""
 
     shards: tuple[Shard, ...]
     stored: Mapping[str, Stored]
-    replicas: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()  # as in `ShardSource`
 
 
 class Move(NamedTuple):
-    """One box of a parameter, from a training shard to the stored tensor of a rank.
-
-    Attributes:
-        shard: index in the shards of the parameter that `source` has.
-        box: in the full parameter.
-        at: row and column in the shard.
-        to: row and column in the stored tensor.
-    """
+    """One box of a parameter, from a training shard to the stored tensor of a rank."""
 
     source: int
     target: int
-    shard: int
-    box: Box
-    at: tuple[int, int]
-    to: tuple[int, int]
+    shard: int  # index in the shards of the parameter that `source` has
+    box: Box  # in the full parameter
+    at: tuple[int, int]  # row and column in the shard
+    to: tuple[int, int]  # row and column in the stored tensor
 
     def split(self, count: int) -> list["Move"]:
         """Split into so many moves of some rows each, of which some may be empty."""
@@ -108,17 +91,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of all ranks.
+    """The plan of all ranks."""
 
-    Attributes:
-        parameters: in the order in which their shards are read.
-        buckets: in the order in which they are sent.
-        ranks: number of ranks.
-    """
-
-    parameters: tuple[Parameter, ...]
-    buckets: tuple[Bucket, ...]
-    ranks: int
+    parameters: tuple[Parameter, ...]  # in the order in which their shards are read
+    buckets: tuple[Bucket, ...]  # in the order in which they are sent
+    ranks: int  # number of ranks
 
     @cached_property
     def received(self) -> list[int]:

@@ -20,17 +20,11 @@ logger = logging.getLogger("verl.rollout")
 
 
 class Position(NamedTuple):
-    """Where a chunk begins in a tensor.
+    """Where a chunk begins in a tensor."""
 
-    Attributes:
-        tensor: index in the sources or targets of `ChunkTable.copy`.
-        start: first element.
-        stride: elements from a row to the next one.
-    """
-
-    tensor: int
-    start: int
-    stride: int
+    tensor: int  # index in the sources or targets of `ChunkTable.copy`
+    start: int  # first element
+    stride: int  # elements from a row to the next one
 
     def view(self, tensors: Sequence[torch.Tensor], rows: int, columns: int) -> torch.Tensor:
         """The chunk here; a contiguous one has one dimension."""
@@ -81,43 +75,27 @@ Key = tuple[int, int]
 
 
 class RankPlan:
-    """The share of one rank in a plan. Parameters have the numbers that they have there.
-
-    Attributes:
-        names: of the parameters.
-        stored: what this rank stores of each parameter.
-        shards: the shards that this rank has, in the order of reading.
-        buckets: its share in each bucket.
-        last_use: number of the last bucket that reads a shard; shards that no bucket reads are not in it.
-        slot_bytes: sizes of the two buffers that consecutive buckets alternate in.
-    """
+    """The share of one rank in a plan. Parameters have the numbers that they have there."""
 
     def __init__(self, plan: Plan, rank: int, layout: RankLayout):
         self.plan, self.rank = plan, rank
         self.names = [parameter.name for parameter in plan.parameters]
-        self.stored: list[Stored] = [layout.stored[name] for name in self.names]
-        self.shards: dict[Key, Shard] = {}
+        self.stored: list[Stored] = [layout.stored[name] for name in self.names]  # of this rank
+        self.shards: dict[Key, Shard] = {}  # that this rank has, in the order of reading
         count = dict.fromkeys(self.names, 0)
         numbers = {name: number for number, name in enumerate(self.names)}
         for shard in layout.shards:
             self.shards[numbers[shard.name], count[shard.name]] = shard
             count[shard.name] += 1
         self.buckets = [RankBucket(bucket, self) for bucket in plan.buckets]
+        # the last bucket that reads a shard; shards that no bucket reads are not in it
         self.last_use = {key: number for number, bucket in enumerate(self.buckets) for key in bucket.keys}
         sizes = [bucket.bytes for bucket in self.buckets]
-        self.slot_bytes = [max(sizes[parity::2], default=0) for parity in (0, 1)]
+        self.slot_bytes = [max(sizes[parity::2], default=0) for parity in (0, 1)]  # consecutive buckets alternate
 
 
 class RankBucket:
-    """The share of one rank in a bucket. Its buffer has the chunks that it sends, by rank, then those that it receives.
-
-    Attributes:
-        keys: of the shards that it reads.
-        sends: copies from shards to the buffer.
-        keeps: copies from shards to stored tensors.
-        receives: copies from the buffer to stored tensors.
-        sent, received: bytes to and from each rank.
-    """
+    """The share of one rank in a bucket. Its buffer has the chunks that it sends, by rank, then those it receives."""
 
     def __init__(self, bucket: Bucket, rank_plan: RankPlan):
         self.dtype, self._rank_plan = bucket.dtype, rank_plan
@@ -127,9 +105,12 @@ class RankBucket:
         incoming = [(number, move) for number, move in moves if move.target == rank != move.source]
         outgoing.sort(key=lambda entry: entry[1].target)
         incoming.sort(key=lambda entry: entry[1].source)
+        # of the shards that it reads
         self.keys: list[Key] = list(dict.fromkeys((number, move.shard) for number, move in (*outgoing, *kept)))
         self._sources = {key: source for source, key in enumerate(self.keys)}
+        # copies from shards to the buffer, from shards to stored tensors, and from the buffer to these
         self.sends, self.keeps, self.receives = (ChunkTable() for _ in range(3))
+        # bytes to and from each rank
         self.sent, self.received = [0] * rank_plan.plan.ranks, [0] * rank_plan.plan.ranks
         for number, move in kept:
             self.keeps.add(move.box, self._in_shard(number, move), self._in_stored(number, move))
@@ -195,12 +176,7 @@ class ShardReader:
 
 
 class Peers:
-    """The ranks of a reshard.
-
-    Args:
-        group: their process group; None: all ranks, or this process if torch.distributed is not initialized.
-        device: of the weights.
-    """
+    """The ranks of a reshard. group: of these ranks; None: all, or this process without torch.distributed."""
 
     def __init__(self, group: Any, device: torch.device):
         self.group = dist.group.WORLD if group is None and dist.is_initialized() else group
@@ -213,9 +189,8 @@ class Peers:
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Sum over the ranks, in place."""
-        if self.size == 1:
-            return
-        self.group.allreduce([tensor]).wait()
+        if self.size > 1:
+            self.group.allreduce([tensor]).wait()
 
     def gather(self, value: object) -> list[Any]:
         """The objects of all ranks, through host memory."""
@@ -271,9 +246,7 @@ class ReshardSync(WeightSync):
 
     Args:
         rollout: the rollout engine; its receiver is a `SlicedWeights`.
-        device: of the weights.
         bucket_bytes: max bytes that a rank sends, keeps and receives in one bucket; two are in memory.
-        group: the process group of the ranks; None: all.
         check_every: see `WeightSync`. A comparison gathers all parameters.
     """
 

@@ -22,15 +22,10 @@ _TAIL = 10_000  # characters at the end of a response that are searched
 
 @dataclass(frozen=True)
 class Answer:
-    """The final answer of a response.
+    """The final answer of a response."""
 
-    Attributes:
-        text: The answer as written; None if the response has none.
-        source: Where it stands ("box", "answer line", ...), or why there is none.
-    """
-
-    text: str | None
-    source: str
+    text: str | None  # the answer as written; None if the response has none
+    source: str  # where it stands ("box", "answer line", ...), or why there is none
 
 
 # ---- thoughts -------------------------------------------------------------------------------------------------------

@@ -60,16 +60,12 @@ class Check:
 
 @dataclass(frozen=True)
 class AnswerRule:
-    """How a data source states and compares answers.
+    """How a data source states and compares answers."""
 
-    Attributes:
-        name: The name of the rule in errors.
-        extractors: Tried in order on the response without its thoughts; the first that returns an answer decides.
-        equal: Compares (answer, reference); default `is_equal`.
-    """
-
-    name: str
+    name: str  # the name of the rule in errors
+    # tried in order on the response without its thoughts; the first that returns an answer decides
     extractors: tuple[Callable[[str], Answer | None], ...]
+    # compares (answer, reference); default `is_equal`
     equal: Callable[[str, str], bool] = field(default=lambda answer, reference: is_equal(answer, reference))
 
     def extract(self, response: str) -> Answer:
