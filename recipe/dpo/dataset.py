@@ -90,9 +90,13 @@ class PreferenceDataset(SFTDataset):
 
 
 class PreferenceRows(SelectedRows):
-    """The sides of preferences as rows with a prompt and a response; other columns are kept. Attributes: rows, the
-    preferences; size, rows of one preference (2 for a pair, 1 for a labeled response); prompt_key, None if the prompt
-    is the common beginning of the responses."""
+    """The sides of preferences as rows with a prompt and a response; other columns are kept.
+
+    Attributes:
+        rows: the preferences.
+        size: rows of one preference: 2 for a pair, 1 for a labeled response.
+        prompt_key: the column of prompts; None: the prompt is the common beginning of the responses.
+    """
 
     def __init__(self, rows: Rows, config: schema.PreferenceDataConfig, has_template: bool):
         self.rows, self._config, self._has_template = rows, config, has_template
@@ -156,9 +160,17 @@ def _check_number(value: Any, location: str, name: str, allowed: Sequence[int] =
 
 
 def split_pair(prompt: Any, chosen: Any, rejected: Any, has_template: bool, location: str) -> tuple[Text, Text, Text]:
-    """The prompt, the chosen and the rejected response of a pair, each text or messages. chosen and rejected are
-    responses, or whole chats or texts; a prompt is ignored if both are chats that contain it. has_template: whether
-    texts of HH-RLHF become chats. Raises ValueError if the responses are equal, or one is missing."""
+    """The prompt, the chosen and the rejected response of a pair, each text or messages.
+
+    Args:
+        prompt: None, or what comes before both responses. It is ignored if both are chats that contain it.
+        chosen, rejected: responses, or whole chats or texts.
+        has_template: whether texts of HH-RLHF become chats.
+        location: of the row, in errors.
+
+    Raises:
+        ValueError: the responses are equal, or a response is missing.
+    """
     sides = [_read_side(side, has_template) for side in (chosen, rejected)]
     for name, side in zip(("chosen", "rejected"), sides):
         if not isinstance(side, str | list) or not side:

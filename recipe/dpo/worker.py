@@ -83,9 +83,12 @@ def update_on_preferences(
     output: str = "log_probs",
     temperature: float = 1.0,
 ) -> dict[str, Any]:
-    """One optimizer step on this rank's rows of a mini-batch: rows 2i and 2i + 1 are a pair; or with a KL estimate, a
-    labeled response and a mismatched one. Returns its metrics. output: what the loss reads: log_probs, or values of a
-    reward model."""
+    """One optimizer step on this rank's rows of a mini-batch. Returns its metrics.
+
+    Args:
+        mini: rows 2i and 2i + 1 are a pair; or with a KL estimate, a labeled response and a mismatched one.
+        output: what the loss reads of the model: log_probs, or values of a reward model.
+    """
     values = engine.infer(mini, (output,), micro, temperature=temperature)[output]
     rows, kl = sequence_columns(values, mini.tensors), 0.0
     extra = {}
@@ -130,8 +133,13 @@ class DPOActorWorker(ActorWorker):
 
 
 class PreferenceWorker(EngineWorker):
-    """A model of an offline run. loss: None for the reference model, which is not trained. is_reward_model: a sequence
-    classifier that learns scores, whose configuration gets pad_token_id to read padded rows."""
+    """A model of an offline run.
+
+    Args:
+        loss: None: the reference model, which is not trained.
+        is_reward_model: a sequence classifier that learns scores, instead of a policy.
+        pad_token_id: written to the configuration of a reward model, which needs it to read padded rows.
+    """
 
     def __init__(
         self,

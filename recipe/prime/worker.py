@@ -103,8 +103,12 @@ class ImplicitPRMWorker(EngineWorker):
 
 
 def prm_objective(beta: float, num_sequences: float) -> Objective:
-    """Cross-entropy of the sum of beta * (log phi - log ref), the reward of a token, against the outcome.
-    num_sequences: those of the whole mini-batch, over all ranks."""
+    """Cross-entropy of the sum of beta * (log phi - log ref) against the outcome.
+
+    Args:
+        beta: reward of a token = beta * (log phi - log ref).
+        num_sequences: sequences of the whole mini-batch, over all ranks.
+    """
 
     def loss(outputs: Tensors, rows: Tensors) -> tuple[torch.Tensor, dict[str, Any]]:
         log_ratio = outputs["log_probs"] - rows["ref_log_prob"]

@@ -94,10 +94,14 @@ class ServerManager:
         image_data: Any = None,
         **kwargs: Any,
     ) -> TokenOutput | list[int]:
-        """Generate one completion of `prompt_ids`, the prompt and all turns so far. `request_id` has no effect.
+        """Generate one completion.
 
-        Of `sampling_params`, `max_tokens` (or `max_new_tokens`), `stop` and `stop_token_ids` are applied. Other values
-        are those of the run, because training computes log-probs with these.
+        Args:
+            request_id: has no effect.
+            prompt_ids: the prompt and all turns so far.
+            sampling_params: `max_tokens` (or `max_new_tokens`), `stop` and `stop_token_ids` are applied. Other values
+                are those of the run, because training computes log-probs with these.
+            image_data: not supported.
         """
         if image_data or media_of(self._prompt.columns):
             raise ValueError(

@@ -133,7 +133,12 @@ def missing_settings(fn: Callable, settings: Mapping[str, Any]) -> tuple[str, ..
 def check_settings(name: str, fn: Callable, settings: Mapping[str, Any], key: str, extra: Mapping[str, Any]) -> None:
     """Raise ValueError if `fn` lacks a required setting, has no parameter for an extra one, or one of another type.
 
-    key: configuration key of the extra settings, those that the user added for this function.
+    Args:
+        name: names `fn` in messages.
+        fn: the function that gets the settings.
+        settings: all settings, the extra ones included.
+        key: configuration key of the extra ones.
+        extra: those that the user added for this function.
     """
     if missing := missing_settings(fn, settings):
         raise ValueError(f"{name} needs the setting {missing[0]!r}: set {key}.{missing[0]}")

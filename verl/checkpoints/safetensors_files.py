@@ -18,8 +18,15 @@ def has_weights(folder: Path) -> bool:
 
 
 class SafetensorsFiles:
-    """The tensors of a folder, read one at a time. single_file: its name if there is no index. Raises ValueError if a
-    file is missing, SafetensorError if one is damaged."""
+    """The tensors of a folder, read one at a time.
+
+    Args:
+        single_file: Name of the file if there is no index.
+
+    Raises:
+        ValueError: If a file is missing.
+        SafetensorError: If one is damaged.
+    """
 
     def __init__(self, folder: Path, single_file: str = SINGLE_FILE):
         self.folder = folder

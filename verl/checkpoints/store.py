@@ -119,8 +119,12 @@ class CheckpointStore:
     """The checkpoints of one run. One process calls `writing`; all ranks may write into the folder it yields."""
 
     def __init__(self, root: str | Path, keep: int | None = None):
-        """keep: number of newest checkpoints in the folder `root` to keep, with those from before a resume; None:
-        all."""
+        """Configure the store; nothing is written yet.
+
+        Args:
+            root: their folder.
+            keep: number of newest checkpoints to keep; None: all. Includes checkpoints from before a resume.
+        """
         self.root = Path(root)
         self.keep = _check_keep(keep)
         self._size: int | None = None  # bytes of the newest checkpoint
@@ -200,9 +204,16 @@ class CheckpointStore:
         return max((saved.serial for saved in self._scan()[0]), default=0)
 
     def latest(self, after: int = 0) -> Path | None:
-        """Return the newest checkpoint that passes verification, with a serial number above `after`; None if there are
-        no checkpoints. A damaged one is logged as an error, and the previous one is used. Raises CheckpointError if
-        there are checkpoints, but none is usable: the run does not start from scratch silently."""
+        """Return the newest checkpoint that passes verification; None if there are no checkpoints.
+
+        A damaged checkpoint is logged as an error, and the previous one is used.
+
+        Args:
+            after: only checkpoints with a larger serial number.
+
+        Raises:
+            CheckpointError: if there are checkpoints, but none is usable. The run does not start from scratch silently.
+        """
         self._restore_replaced()
         checkpoints, unusable = self._scan()
         for error in unusable:

@@ -118,8 +118,15 @@ def diff(a: str, b: str, program: str) -> int:
 
 
 def values_of(name: str, program: str) -> dict[str, Any]:
-    """Dotted key -> value of a YAML file, the folder of a run or of a checkpoint, an algorithm, or `defaults`. program:
-    a name of `SCHEMAS`. Raises ValueError if there is no such configuration, or it is invalid."""
+    """Dotted key -> value of a configuration.
+
+    Args:
+        name: a YAML file, the folder of a run or of a checkpoint, an algorithm, or `defaults`.
+        program: a name of `SCHEMAS`.
+
+    Raises:
+        ValueError: there is no such configuration, or it is invalid.
+    """
     path = expanded(name)
     if path.is_dir():
         return _values_of_run(path, program)

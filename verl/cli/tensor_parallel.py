@@ -31,9 +31,16 @@ _CPU_RANKS = 8  # processes on a CPU with fewer cores
 
 @dataclass(frozen=True)
 class ServedEngine:
-    """The engine, and the settings from which each rank makes its own. The `tensor_model_parallel_size` ranks of the
-    section `rollout` hold the model together. imports: what the other ranks import first. port: a free one, on which
-    rank 0 listens."""
+    """The engine, and the settings from which each rank makes its own.
+
+    Args:
+        config: the `rollout` section; its `tensor_model_parallel_size` ranks hold the model together.
+        model: the `model` section.
+        device: auto, cpu or cuda.
+        pad_token_id: for engines that pad.
+        imports: files and modules that the other ranks import first.
+        port: a free port, on which rank 0 listens for the others.
+    """
 
     config: schema.RolloutEngineConfig
     model: schema.ModelConfig

@@ -194,8 +194,12 @@ def _renamed(key: str, table: Mapping[str, str]) -> str:
 
 
 class Schema(Section):
-    """The root of a configuration. Fills the fields that have a `default_from`. aliases: other names of its fields.
-    upstream: the section of upstream_keys.yaml with the keys of public verl that it does not have."""
+    """The root of a configuration. Fills the fields that have a `default_from`.
+
+    Attributes:
+        aliases: other names of its fields.
+        upstream: the section of upstream_keys.yaml that lists the keys of public verl that this schema does not have.
+    """
 
     aliases: ClassVar[Aliases] = Aliases()
     upstream: ClassVar[str | None] = None

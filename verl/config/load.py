@@ -70,8 +70,12 @@ def load_config(
 
 @dataclass(frozen=True)
 class Reading(Generic[T]):
-    """A configuration, and how it was read: (log level, text) notes of what may surprise, to be logged, and the setting
-    of each dotted key, for the place of a problem."""
+    """A configuration, and how it was read.
+
+    Attributes:
+        notes: (log level, text) of what may surprise, to be logged.
+        settings: dotted key -> its setting, for the place of a problem.
+    """
 
     config: T
     notes: list[tuple[int, str]]
@@ -209,8 +213,12 @@ def apply_preset(settings: Mapping[str, Any], schema: type[Schema]) -> dict[str,
 
 
 def dump_config(config: Schema, *, everything: bool = False, redact: bool = False) -> str:
-    """YAML that loads to the same configuration. everything: also fields with their defaults. redact: omit the values
-    of environment variables, which may be secrets."""
+    """YAML that loads to the same configuration.
+
+    Args:
+        everything: all fields, not only those that differ from their defaults.
+        redact: omit the values of environment variables, which may be secrets.
+    """
     settings = to_flat_dict(config) if everything else _settings_of(config)
     settings = redacted(settings) if redact else settings
     return yaml.safe_dump(unflatten(settings), sort_keys=False, allow_unicode=True)

@@ -50,8 +50,13 @@ with warnings.catch_warnings():  # OmegaConf 2.4 renames this function to one th
 
 
 class Reader:
-    """Reads layers for one schema; later layers win. `read` fills problems, notes (warnings), and source_of: key ->
-    index of the layer that sets it."""
+    """Reads layers for one schema; later layers win.
+
+    Attributes:
+        problems: what is wrong with the settings; filled by `read`.
+        notes: warnings; filled by `read`.
+        source_of: key -> index of the layer that sets it; filled by `read`.
+    """
 
     def __init__(self, schema: type[Schema], layers: list[Layer]):
         self.schema = schema

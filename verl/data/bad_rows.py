@@ -67,8 +67,20 @@ def check_values(row: Mapping[str, Any], location: str) -> None:
 def usable_rows(
     rows: Any, indices: Collection[int], check: Callable[[Mapping[str, Any], int], Any], limit: int
 ) -> tuple[Sequence[int], dict[int, str]]:
-    """Check rows at `indices`, and drop bad ones, those for which check(row, index) raises ValueError. Returns the
-    indices of the rows to use, and the reason for each bad row. Raises BadRowsError if there are more than `limit`."""
+    """Check rows, and drop bad ones.
+
+    Args:
+        rows: rows with `location(index)`.
+        indices: of the rows to check.
+        check: (row, index) -> anything; raises ValueError for a bad row.
+        limit: number of bad rows that are allowed.
+
+    Returns:
+        The indices of the rows to use, and the reason for each bad row.
+
+    Raises:
+        BadRowsError: there are more bad rows than allowed.
+    """
     kept, bad = array.array("q"), {}
     for index in indices:
         try:

@@ -19,9 +19,12 @@ from verl.protocol import DataProto
 
 
 class PromptCollator:
-    """`collate_prompts`, also for items without token ids: their `raw_prompt`, messages or text, is tokenized. data:
-    the section with prompt_format, max_prompt_length, truncation and apply_chat_template_kwargs. processor: for images
-    or videos."""
+    """`collate_prompts`, also for items without token ids: their `raw_prompt`, messages or text, is tokenized.
+
+    Args:
+        data: the section with prompt_format, max_prompt_length, truncation and apply_chat_template_kwargs.
+        processor: the processor of a vision-language model, for messages with images or videos.
+    """
 
     def __init__(self, tokenizer: Any, data: schema.DataConfig, processor: Any = None):
         self.tokenizer, self.data = tokenizer, data

@@ -41,8 +41,15 @@ class _Converted(Sequence):
 
 
 def open_dataset(entry: str | Path) -> RowTable:
-    """Load a hub dataset or a folder (see the module docstring), memory-mapped by `datasets`. Raises ValueError if the
-    library is not installed, the hub is not reachable, or there is no such dataset, configuration or split."""
+    """Load a hub dataset or a folder. The rows are memory-mapped by `datasets`.
+
+    Args:
+        entry: see the module docstring.
+
+    Raises:
+        ValueError: the library is not installed, the hub is not reachable, or there is no such dataset, configuration
+            or split.
+    """
     requested = DataName.parse(entry)
     config = requested.config or CONFIGS.get(requested.path)
     name = DataName(requested.path, config, requested.split or "train")
@@ -109,8 +116,14 @@ def _with_stored_images(library: ModuleType, rows: Any) -> Any:
 
 
 def check_hub(kind: str, name: str) -> None:
-    """Check that the hub has a "model" or "dataset" (kind). Without this, the retries of the libraries take minutes.
-    Raises ValueError if it has none of this name, or does not answer."""
+    """Check that the hub has a model or dataset. Without this, the retries of the libraries take minutes.
+
+    Args:
+        kind: "model" or "dataset".
+
+    Raises:
+        ValueError: it has none of this name, or does not answer.
+    """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import RepositoryNotFoundError
 

@@ -74,8 +74,14 @@ NO_LIMITS = ImageLimits()
 
 
 class RowImage:
-    """An image of a row, decoded by `decode`. source: see the module docstring. location: names file, row and number in
-    errors. folder: the one that relative paths start from."""
+    """An image of a row, decoded by `decode`.
+
+    Args:
+        source: see the module docstring.
+        location: names the image in errors: file, row and number.
+        folder: the folder that relative paths start from.
+        limits: settings of the dataset.
+    """
 
     def __init__(self, source: Any, location: str, folder: Path = Path(), limits: ImageLimits = NO_LIMITS):
         self._source, self.location, self._folder, self._limits = source, location, folder, limits
@@ -220,9 +226,16 @@ class RowImage:
 
 
 def load_media(source: Any, folder: Path, error: Callable[[str], MediaError]) -> bytes | None:
-    """The bytes of an image or video: bytes, or as text a path (below `folder`), a data URI or base64 text; None for
-    another source. error: returns an error that names the row. Raises it for a file that cannot be read, invalid base64
-    text, or a URL."""
+    """The bytes of an image or video; None for a source of another kind.
+
+    Args:
+        source: bytes, or as text a path, a data URI or base64 text.
+        folder: the folder that relative paths start from.
+        error: returns an error that names the row, for a message "expected ..., found ...".
+
+    Raises:
+        MediaError: no such file, one that cannot be read, invalid base64 text, or a URL.
+    """
     if isinstance(source, bytes | bytearray | memoryview):
         return bytes(source)
     if not isinstance(source, str | Path):

@@ -34,8 +34,13 @@ _SIZES = 4096  # sizes of images whose placeholders are kept
 
 @dataclass(frozen=True)
 class MediaPrompt:
-    """A chat with its images and videos in the order of their parts, which are not decoded yet. The content of a
-    message is text or a list of parts {"type": "text" | "image" | "video", ...}. location: names the row in errors."""
+    """A chat with its images and videos, which are not decoded yet.
+
+    Attributes:
+        messages: chat messages; the content is text or a list of parts {"type": "text" | "image" | "video", ...}.
+        images, videos: in the order of their parts.
+        location: names the row in errors.
+    """
 
     messages: list[Message]
     images: "tuple[RowImage, ...]"
@@ -195,9 +200,14 @@ class MediaReader:
         return lambda text: pattern.sub(expanded, text)
 
     def process(self, prompt: MediaPrompt) -> dict[str, Any]:
-        """Decode the images and videos, and run the processor: the columns prompt_ids, raw_prompt_ids, multi_modal_data
-        and multi_modal_inputs. Raises MediaError for an image or video that cannot be used, or that the processor
-        refuses."""
+        """Decode the images and videos, and run the processor.
+
+        Returns:
+            The columns prompt_ids, raw_prompt_ids, multi_modal_data and multi_modal_inputs.
+
+        Raises:
+            MediaError: an image or video that cannot be used, or that the processor refuses.
+        """
         text = self.render(prompt)
         media = _video_inputs(prompt.videos)
         if prompt.images:
@@ -214,8 +224,15 @@ class MediaReader:
         return {"prompt_ids": ids, "raw_prompt_ids": raw, "multi_modal_data": data, "multi_modal_inputs": inputs}
 
     def columns(self, prompt: Any, prompt_ids: list[int]) -> dict[str, Any]:
-        """The columns of media of an item, decoded if the prompt is a MediaPrompt rather than that of a text-only row.
-        Raises MediaError as `process`, and if the processor returns other tokens than `prompt_ids`."""
+        """The columns of media of an item, decoded if the prompt is a MediaPrompt.
+
+        Args:
+            prompt: a MediaPrompt, or the prompt of a text-only row.
+            prompt_ids: its token ids.
+
+        Raises:
+            MediaError: as `process`, and if the processor returns other tokens than `prompt_ids`.
+        """
         if not isinstance(prompt, MediaPrompt):
             return {"raw_prompt_ids": prompt_ids, "multi_modal_data": None, "multi_modal_inputs": None}
         columns = self.process(prompt)
@@ -227,8 +244,15 @@ class MediaReader:
         return columns
 
     def tensors(self, example: Any, ids: Sequence[int]) -> dict[str, Any] | None:
-        """The processor's tensors of an SFT example with these token ids, tokenized turn by turn; None for a text-only
-        one. Raises MediaError as `process`, and for images that have changed."""
+        """The processor's tensors of an SFT example; None for a text-only one.
+
+        Args:
+            example: a MediaPrompt, or an example of text.
+            ids: its token ids, which are tokenized turn by turn.
+
+        Raises:
+            MediaError: as `process`, and for images that have changed.
+        """
         if not isinstance(example, MediaPrompt):
             return None
         processed = self.process(example)

@@ -46,9 +46,15 @@ def check_batch_size(batch_size: int, rows: int) -> None:
 
 
 class ResumableSampler:
-    """Endless batches of row numbers, shuffled in every epoch; `step` batches have been drawn, and the next is
-    `step_in_epoch` of `epoch`. The order of an epoch depends only on (seed, epoch). Rows that do not fill the last
-    batch of an epoch are dropped; with `shuffle` these are different rows in each epoch."""
+    """Endless batches of row numbers, shuffled in every epoch; `step` batches have been drawn.
+
+    The order of an epoch depends only on (seed, epoch). Rows that do not fill the last batch of an epoch are dropped;
+    with `shuffle` these are different rows in each epoch.
+
+    Attributes:
+        epoch: the epoch of the next batch.
+        step_in_epoch: the position of the next batch in its epoch.
+    """
 
     def __init__(self, num_rows: int, batch_size: int, *, seed: int = 0, shuffle: bool = True):
         if batch_size < 1:
@@ -162,8 +168,13 @@ class WeightedOrder(ResumableSampler):
 
 
 def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any], position: Sequence[str]) -> None:
-    """Raise ValueError unless a saved data position belongs to the order that `identity` describes, everything that it
-    depends on. position: the other keys of the state."""
+    """Raise ValueError unless a saved data position belongs to the order that `identity` describes.
+
+    Args:
+        state: the saved state.
+        identity: everything that the order depends on.
+        position: the other keys of the state.
+    """
     expected = {*identity, *position}
     if set(state) != expected:
         raise ValueError(f"data position: expected the keys {sorted(expected)}, found {sorted(state)}")

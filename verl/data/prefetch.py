@@ -35,9 +35,17 @@ def default_workers() -> int:
 
 
 class Prefetcher:
-    """Prepares batches in threads. read: an item -> its row; called by several threads, with one worker in the order of
-    the items. collate: rows -> a batch. workers: threads that read; one more collates. batches: how many are prepared
-    ahead, in memory. seconds: how long the last batch was in preparation."""
+    """Prepares batches in threads.
+
+    Args:
+        read: an item -> its row. Called by several threads; with one worker, in the order of the items.
+        collate: rows -> a batch.
+        workers: threads that read rows. One more collates them.
+        batches: how many batches are prepared before they are used. Their contents are in memory.
+
+    Attributes:
+        seconds: how long the last batch was in preparation.
+    """
 
     def __init__(
         self,
@@ -60,9 +68,15 @@ class Prefetcher:
         return f"{threads} the next {'batch' if self._batches == 1 else f'{self._batches} batches'}"
 
     def take(self, items: list[Item], following: Callable[[], Iterator[list[Item]]]) -> DataProto:
-        """Return the batch of these items, and begin with those after it: following() returns the items of these
-        batches; it is called if the batch was not prepared. Raises the error of the first row that could not be read,
-        or of `collate`."""
+        """Return the batch of these items, and begin with those after it.
+
+        Args:
+            items: the items.
+            following: () -> the items of the batches after it. Called if the batch was not prepared.
+
+        Raises:
+            BaseException: the error of the first row that could not be read, as `read` raised it, or of `collate`.
+        """
         with self._lock:
             if not self._planned or self._planned[0][0] != items:  # the first batch, or the position has changed
                 self._stop()

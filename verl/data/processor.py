@@ -15,9 +15,17 @@ logger = logging.getLogger("verl.data")
 
 
 def load_processor(model: schema.ModelConfig, tokenizer: Any) -> Any | None:
-    """Load the processor of a `model` section; None for a text-only model. Without torchvision, the image processor is
-    the PIL one, and videos are refused when used. A tokenizer without a chat template gets that of the processor.
-    Raises ValueError if the model reads images, but its processor cannot be loaded."""
+    """Load the processor of a model; None for a text-only model.
+
+    Without torchvision, the image processor is the PIL one of transformers, and videos are refused when they are used.
+
+    Args:
+        model: a `model` section.
+        tokenizer: the tokenizer of the run. It gets the processor's chat template if it has none.
+
+    Raises:
+        ValueError: the model reads images, but its processor cannot be loaded.
+    """
     from transformers import AutoConfig
 
     path = model_source(model.path)

@@ -144,8 +144,13 @@ class JsonList(File):
 
 
 class RowTable(File):
-    """Rows in memory (a sequence of dicts, such as a Hugging Face dataset) as a file. name: what errors call them; "":
-    nothing. source: the data source of rows that name none."""
+    """Rows in memory (a sequence of dicts, such as a Hugging Face dataset) as a file.
+
+    Args:
+        rows: the rows.
+        name: what errors call them; "": nothing.
+        source: the data source of rows that name none.
+    """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], name: str = "", source: str = "default"):
         super().__init__(Path(name or "dataframe"), source)

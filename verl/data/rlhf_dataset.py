@@ -218,9 +218,18 @@ class RLHFDataset(PromptDataset):
 
 
 def load_dataset_class(path: str | None, name: str | None) -> type[Dataset]:
-    """Load a custom dataset class: a torch `Dataset` with a length, created by `create_custom_dataset`, whose items
-    `PromptCollator` accepts. path: a .py file or a module. Raises ValueError if only one of path and name is set, there
-    is no such file or name, or it is not a torch Dataset class."""
+    """Load a custom dataset class.
+
+    The class is a torch `Dataset` with a length, is created by `create_custom_dataset`, and `PromptCollator`
+    accepts its items.
+
+    Args:
+        path: a .py file or a module.
+        name: the class in it.
+
+    Raises:
+        ValueError: only one of the two is set, there is no such file or name, or it is not a torch Dataset class.
+    """
     if not path or not name:
         raise ValueError(f"data.custom_cls: expected both path and name, found path={path!r}, name={name!r}")
     cls = load_object(path, name)

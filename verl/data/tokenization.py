@@ -190,9 +190,18 @@ def check_encodable(text: str, location: str) -> None:
 
 
 def as_chat_or_text(prompt: Any, prompt_format: str, has_template: bool, location: str) -> list[Message] | str:
-    """A prompt, messages or text, as chat messages or as plain text. prompt_format: "chat" converts text to a user
-    message, "text" keeps it, "auto" converts it if there is a chat template. Raises ValueError for an empty prompt,
-    invalid messages, or messages with prompt_format "text"."""
+    """A prompt as chat messages or as plain text.
+
+    Args:
+        prompt: messages or text.
+        prompt_format: "chat" converts text to a user message, "text" keeps it, "auto" converts it if there is a chat
+            template.
+        has_template: whether there is a chat template.
+        location: name of the prompt in errors.
+
+    Raises:
+        ValueError: an empty prompt, invalid messages, or messages with prompt_format "text".
+    """
     prompt = as_messages(prompt)
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise ValueError(f"{location}: the prompt is empty")
@@ -313,9 +322,17 @@ def truncate(ids: list[int], limit: int, method: str) -> list[int]:
 
 
 def check_tokenizer(tokenizer: Any, texts: Sequence[str], location: Callable[[int], str] | None = None) -> None:
-    """Check that texts survive encoding and decoding, except for the changes of the tokenizer's normalizer. A tokenizer
-    that does not match drops characters silently. Raises ValueError for a text with no tokens, or only unknown ones, or
-    that decodes to a different text; location(i) names it."""
+    """Check that texts survive encoding and decoding, except for the changes of the tokenizer's normalizer.
+
+    A tokenizer that does not match the data or the model drops characters silently, and the model is then trained on
+    prompts that differ from those in the file.
+
+    Args:
+        location: name of text i in errors.
+
+    Raises:
+        ValueError: a text with no tokens, or only unknown ones, or that decodes to a different text.
+    """
     location = location or (lambda i: f"text {i}")
     encoded = encode(tokenizer, texts, add_special_tokens=False)
     normalized = []

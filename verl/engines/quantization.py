@@ -54,8 +54,13 @@ def check_quantization(model: schema.ModelConfig, ranks: int) -> None:
 
 
 def quantize(module: nn.Module, names: Iterable[str], device: torch.device, compute_dtype: torch.dtype) -> None:
-    """Store the weights of linear layers of a module with adapters in 4 bits, in place. Others keep their dtype:
-    embeddings, experts, the head. names: the layers, as they were called without adapters."""
+    """Store the weights of linear layers in 4 bits, in place. Others keep their dtype: embeddings, experts, the head.
+
+    Args:
+        module: with adapters.
+        names: the layers, as they were called without adapters.
+        device: where the codes are.
+    """
     import bitsandbytes as bnb
 
     layers, total, coded = dict(module.named_modules()), sum(p.numel() for p in module.parameters()), 0

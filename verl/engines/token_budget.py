@@ -25,11 +25,13 @@ class ActivationBytes:
 
 
 def tower_activations(layers: int, hidden: int, mlp: int, patches: int, itemsize: int, stream: int) -> ActivationBytes:
-    """Bytes per image token that a vision tower keeps, whose layers are those of transformers (sizes:
-    `modeling.vision.tower_sizes`).
+    """Bytes per image token that a vision tower keeps, whose layers are those of transformers.
 
-    Per patch, a layer keeps 11 vectors of the hidden size and 4 of the MLP size. itemsize, stream: bytes of an element
-    of the computation, and of the residual stream.
+    Per patch, a layer keeps 11 vectors of the hidden size and 4 of the MLP size.
+
+    Args:
+        layers, hidden, mlp, patches: see `modeling.vision.tower_sizes`.
+        itemsize, stream: bytes of an element of the computation, and of the residual stream.
     """
     layer = itemsize * (11 * hidden + 4 * mlp) + 4 * (stream - itemsize) * hidden
     return ActivationBytes(patches * layers * layer, patches * (layers * hidden * stream + layer))

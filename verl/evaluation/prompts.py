@@ -117,8 +117,14 @@ class PromptSet(PromptDataset):
 
 
 def check_output(prompts: PromptSet, path: Path) -> None:
-    """Check before generation that the rows can be written to a file of this type: .parquet, which keeps the types of
-    the columns, or .jsonl. Raises ValueError if they cannot, or the folder is not writable."""
+    """Check before generation that the rows can be written to a file of this type.
+
+    Args:
+        path: .parquet (keeps the types of the columns) or .jsonl.
+
+    Raises:
+        ValueError: If they cannot, or the folder is not writable.
+    """
     check_folder("data.output_path", path.parent)
     if path.suffix == ".jsonl":
         for _ in _lines(prompts, [_NONE] * len(prompts), path.parent):
@@ -254,8 +260,12 @@ def settings_file(output: Path) -> Path:
 
 
 class SavedResponses:
-    """The responses to the prompts of one output file that are generated already. settings: everything that they depend
-    on. n: number of responses per prompt."""
+    """The responses to the prompts of one output file that are generated already.
+
+    Args:
+        settings: Everything the responses depend on.
+        n: Number of responses per prompt.
+    """
 
     def __init__(self, output: Path, settings: Settings, *, prompts: int, n: int):
         self.output, self.settings, self.prompts, self.n = output, dict(settings), prompts, n

@@ -190,8 +190,14 @@ def _accuracy(score: float, extra: Mapping[str, Any]) -> float:
 
 
 def score_prompts(prompts: Sequence[PromptWithResponses], scorer: Scorer, right_from: float) -> list[ScoredPrompt]:
-    """Score all responses. One is correct if its "acc", or its score without one, is at least right_from. Raises
-    RewardError if a response cannot be scored (see `Scorer`), or if none can be."""
+    """Score all responses.
+
+    Args:
+        right_from: A response is correct if its "acc", or its score without one, is at least this.
+
+    Raises:
+        RewardError: If a response cannot be scored (see `Scorer`), or if none can be.
+    """
     batches = iterate_batches(prompts)
     pipeline = DataFlow(
         [

@@ -41,8 +41,14 @@ def pass_at_k(correct: np.ndarray, responses: np.ndarray, k: int) -> np.ndarray:
 
 
 def bootstrap_means(values: np.ndarray, samples: int, seed: int) -> np.ndarray:
-    """The means, (samples, M) float64, of `samples` data sets resampled with replacement from values, (Q, M), one row
-    per prompt."""
+    """Return the means of `samples` data sets resampled with replacement.
+
+    Args:
+        values: (Q, M), one row per prompt.
+
+    Returns:
+        (samples, M) float64.
+    """
     values = np.asarray(values, dtype=np.float64)
     count = len(values)
     # Sorted, so that the result does not depend on the order of the rows.

@@ -82,9 +82,15 @@ def find_base(folder: Path, base: str | None) -> tuple[Path | None, str]:
 
 
 def open_checkpoint(folder: Path, base: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
-    """Open a checkpoint, `.../global_step_N/actor` or `.../critic`, and check that it is complete. Adapters are merged
-    into their base model, by default the one that the checkpoint names. Raises ValueError if a file is missing or
-    damaged, or the folder is not a checkpoint."""
+    """Open a checkpoint and check that it is complete. Adapters are merged into their base model.
+
+    Args:
+        folder: `.../global_step_N/actor` or `.../critic`.
+        base: The base model of adapters; by default, the one the checkpoint names.
+
+    Raises:
+        ValueError: If a file is missing or damaged, or the folder is not a checkpoint.
+    """
     folder = resolved(folder)
     if not folder.is_dir():
         saved = sorted(

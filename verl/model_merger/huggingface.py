@@ -55,8 +55,15 @@ def describe(config_folder: Path, names: Iterable[str], trust_remote_code: bool)
 
 
 def build(model: Any, folder: Path | None, weights: dict[str, torch.Tensor] | None, dtype: torch.dtype) -> Any:
-    """Build a model of `describe` with the weights of a folder or of a dict. Tensors that already have `dtype` are not
-    copied. Raises ValueError for missing, unexpected or mismatched weights."""
+    """Build a model with the weights of a folder or of a dict.
+
+    Args:
+        model: From `describe`.
+        weights: Name -> tensor, or None. Tensors that already have `dtype` are not copied.
+
+    Raises:
+        ValueError: Missing, unexpected or mismatched weights.
+    """
     config = None if folder is not None else model.config
     module, report = load_with_report(type(model), folder, config=config, state_dict=weights, dtype=dtype)
     faults = [f"missing: {name}" for name in sorted(report["missing_keys"])]
@@ -91,9 +98,16 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def load(source: WeightSource, model: Any, dtype: torch.dtype | None) -> Any:
-    """Read the weights of a checkpoint into a model of `describe`. dtype: of floating-point tensors; None: unchanged.
-    Raises ValueError for weights that are not those of the model, NaN or infinite ones, or tied tensors with different
-    contents."""
+    """Read the weights of a checkpoint into a model of transformers.
+
+    Args:
+        model: From `describe`.
+        dtype: of floating-point tensors; None: unchanged.
+
+    Raises:
+        ValueError: weights that are not those of the model, NaN or infinite values, or tied tensors with different
+            contents.
+    """
     names = source.names()
     tied = {name: target for name, target in model.all_tied_weights_keys.items() if {name, target} <= {*names}}
     for name, target in tied.items():

@@ -246,7 +246,9 @@ def vision_attention(
     transformers is one call per segment, in every layer: thousands of small kernels. Here it is one call of torch's
     variable-length kernel on a GPU in 16 bits, and otherwise one call per length.
 
-    cu_seq_lens_q: (segments + 1,) where segments start. max_length_q: the longest of them.
+    Args:
+        cu_seq_lens_q: (segments + 1,) where segments start.
+        max_length_q: the longest of them.
     """
     q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
     is_16_bit = value.dtype in (torch.bfloat16, torch.float16)

@@ -89,8 +89,13 @@ def _use_liger(module: nn.Module) -> None:
 
 
 def fuse(module: nn.Module, cache: WeightCache) -> None:
-    """Use fused functions, in place, in a HuggingFace model whose type is in `model_types.LLAMA_LIKE` or `MIXTURES`, or
-    with a language model in `VISION_LIKE`."""
+    """Use fused functions in the layers of a Llama-like model, in place.
+
+    Args:
+        module: a HuggingFace model whose type is in `model_types.LLAMA_LIKE` or `MIXTURES`, or with a language model in
+            `VISION_LIKE`.
+        cache: knows when the weights do not change.
+    """
     trunk = language_model_of(module)
     model_type, silu = trunk.config.model_type, trunk.config.hidden_act in ("silu", "swish")
     has_noise = bool(trunk.config.to_dict().get("router_jitter_noise"))

@@ -76,8 +76,14 @@ class Routing:
         return self.routers[0].top_k
 
     def start(self, recorded: torch.Tensor | None) -> None:
-        """Start a forward pass with choices (N, L, k) to replay or compare, if any; recomputation in its backward pass
-        replays the same. Raises ValueError if they are not of this model."""
+        """Start a forward pass; recomputation in its backward pass replays the same choices.
+
+        Args:
+            recorded: (N, L, k) choices to replay or compare, if any.
+
+        Raises:
+            ValueError: the choices are not those of this model.
+        """
         if recorded is not None:
             check_choices(tuple(recorded.shape[1:]), self.layers, self.top_k)
         self.recorded = recorded

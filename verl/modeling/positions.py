@@ -20,8 +20,14 @@ _MROPE = {"qwen2_vl": False, "qwen2_5_vl": False, "qwen3_vl": True, "qwen3_vl_mo
 
 
 def position_axes(config: Any) -> int:
-    """Number of position axes of a model, by the config of the whole model: 3 with mRoPE, otherwise 1. Raises
-    ValueError if the rule of positions of a model with mRoPE is not known."""
+    """Number of position axes of a model: 3 with mRoPE, otherwise 1.
+
+    Args:
+        config: the HuggingFace config of the whole model.
+
+    Raises:
+        ValueError: a model with mRoPE whose rule of positions is not known.
+    """
     if config.model_type in _MROPE:
         return 3
     if "mrope_section" in (config.get_text_config().to_dict().get("rope_parameters") or {}):

@@ -22,9 +22,12 @@ MOST_KEYS = 4
 def first_with_prompt(
     attention_mask: torch.Tensor, input_ids: torch.Tensor, width: int, images: torch.Tensor | None = None
 ) -> list[int]:
-    """For each row of (b, P + T), the first row with the same prompt, possibly itself. width: T.
+    """For each row of (b, P + T), the first row with the same prompt, possibly itself.
 
-    images: (b,) which images a row has; prompts with other images are other prompts.
+    Args:
+        attention_mask, input_ids: the rows.
+        width: T.
+        images: (b,) which images a row has; prompts with other images are other prompts.
     """
     mask = attention_mask[:, :-width].bool()
     prompts = torch.where(mask, input_ids[:, :-width], -1)
@@ -78,7 +81,13 @@ class SharedPrefixLayout:
 
 
 def shared_prefix_layout(attention: torch.Tensor, width: int, first: Sequence[int]) -> SharedPrefixLayout:
-    """Lay out the tokens of b rows. attention: (b, P + T) bool. width: T. first: as `first_with_prompt` returns it."""
+    """Lay out the tokens of b rows.
+
+    Args:
+        attention: (b, P + T) bool.
+        width: T.
+        first: as `first_with_prompt` returns it.
+    """
     leader = torch.tensor(first)
     b, total = attention.shape
     own_prompt = leader == torch.arange(b)

@@ -93,11 +93,13 @@ def _outside(probs: torch.Tensor, top_p: float) -> torch.Tensor:
 def kept_statistics(
     logits: torch.Tensor, targets: torch.Tensor, kept: torch.Tensor | TokenFilter, temperature: float
 ) -> tuple[torch.Tensor, ...]:
-    """Log-probs of the targets (S,), entropies, sums of squared probabilities, each (S,) with gradients, and kept (S,
-    K).
+    """Log-probs of the targets, entropies, sums of squared probabilities, each (S,) with gradients, and kept (S, K).
 
-    logits: (S, V), divided by `temperature`. kept: (S, K) ids, the target first, NO_TOKEN at the end; or the filter
-    that determines them.
+    Args:
+        logits: (S, V).
+        targets: (S,) token ids.
+        kept: (S, K) ids, the target first, NO_TOKEN at the end; or the filter that determines them.
+        temperature: divides the logits.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if isinstance(kept, TokenFilter):

@@ -269,7 +269,13 @@ class TextTokens:
 
     @classmethod
     def find(cls, config: Any, ids: torch.Tensor, text: torch.Tensor) -> "TextTokens":
-        """Find them in a batch (b, L) int64. text: (b,) number of tokens at the end of each row that are text."""
+        """Find them in a batch.
+
+        Args:
+            config: the HuggingFace config of the whole model.
+            ids: (b, L) int64.
+            text: (b,) number of tokens at the end of each row that are text.
+        """
         fields = config.to_dict()
         token_ids = [fields.get(f"{kind}_token_{key}") for kind in _PIXELS for key in ("id", "index")]
         tokens = torch.tensor([token for token in token_ids if token is not None], device=ids.device)

@@ -47,8 +47,12 @@ PHASES = {
 
 
 def activation_bytes(role: Role, sequence_parallel: bool = False) -> ActivationBytes:
-    """Bytes per token that the layers keep for the backward pass, without and with checkpointing. sequence_parallel:
-    tensor-parallel ranks also split what is between the matrices."""
+    """Bytes per token that the layers keep for the backward pass, without and with checkpointing.
+
+    Args:
+        role: the role, with its layout.
+        sequence_parallel: tensor-parallel ranks also split what is between the matrices.
+    """
     s, c = role.shape, role.compute_bytes
     stream = c if role.layout.devices > 1 else max(c, role.weight_bytes)  # FSDP2 casts the embedding
     norms = 2 * (stream + c) * s.hidden + 2 * stream
@@ -278,7 +282,14 @@ def push_items(job: Job, role: Role) -> Items:
 
 
 def group_memory(job: Job, device: Device, roles: Sequence[Role]) -> dict[str, Items]:
-    """Phase -> what -> bytes per device, on the devices that these roles share."""
+    """Bytes per device of every phase on the devices that these roles share.
+
+    Args:
+        roles: the roles on these devices, with their layouts.
+
+    Returns:
+        Phase -> what -> bytes.
+    """
     by_name = {role.name: role for role in roles}
     phases: dict[str, Items] = {}
     for phase in PHASES:

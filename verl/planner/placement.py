@@ -23,8 +23,13 @@ STAGES = ("generation", "preparation", "training", "push")
 
 @dataclass(frozen=True)
 class Group:
-    """Devices that roles share. job: the run, with the tensor-parallel size of the rollout. roles: with their layouts,
-    all of them on the same number of devices. generator: the role that generates, here or on other devices."""
+    """Devices that roles share.
+
+    Attributes:
+        job: the run, with the tensor-parallel size of the rollout.
+        roles: the roles, with their layouts, all of them on the same number of devices.
+        generator: the role that generates, here or on other devices.
+    """
 
     job: Job
     device: Device
@@ -63,8 +68,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """A placement with its cost. groups: the actor's first. concurrent: whether they work at the same time
-    (trainer.overlap). placed: the devices of each; None: one after the other, from 0."""
+    """A placement with its cost.
+
+    Attributes:
+        job: the run, with the tensor-parallel size of the rollout.
+        groups: the groups, the actor's first.
+        concurrent: whether groups work at the same time (trainer.overlap).
+        placed: the devices of each group; None: one after the other, from 0.
+    """
 
     job: Job
     device: Device

@@ -85,7 +85,12 @@ def _sizes(plan: Plan) -> tuple[int, dict[frozenset[str], dict[str, Layout]]]:
 
 
 def choice_lines(best: Plan | None, devices: int, configured: Plan) -> list[str]:
-    """The best placement (None: none fits) on this number of devices, and that of the configuration, marked with *."""
+    """The best placement on this number of devices, and that of the configuration, marked with *.
+
+    Args:
+        best: None: no placement fits.
+        devices: that there are.
+    """
     head = f"{devices} device{'s' * (devices > 1)}"
     if best is None:
         return [f"no placement on {head} fits{' with a rollout on separate devices' * configured.job.overlaps}"]

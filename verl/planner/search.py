@@ -214,8 +214,13 @@ _INFER = {
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the settings, such as "actor_rollout_ref.model.enable_gradient_checkpointing" -> "true": apply(job)
-    is the job with it, on `factor` times as many devices."""
+    """A change of the settings.
+
+    Attributes:
+        settings: key -> value, such as "actor_rollout_ref.model.enable_gradient_checkpointing" -> "true".
+        apply: the job -> the job with this change.
+        factor: how many times as many devices.
+    """
 
     settings: Mapping[str, str] = field(default_factory=dict)
     apply: Callable[[Job], Job] = lambda job: job
@@ -229,9 +234,15 @@ def smallest_change(plan: Plan) -> tuple[Change, Plan] | None:
 
 
 def first_that_fits(job: Job, device: Device, plan_of: Callable[[Change], Plan | None]) -> tuple[Change, Plan] | None:
-    """The first change of a job that does not fit whose plan fits, and that plan. Changes of one setting, which cost
-    speed but not results, come first, then the first ones together, then more devices, without and with all of them.
-    plan_of: the plan with a change; None if there is none."""
+    """The first change whose plan fits, and that plan.
+
+    Changes of one setting, which cost speed but not results, come first, then the first ones together, then more
+    devices, without and with all of them.
+
+    Args:
+        job: the run that does not fit.
+        plan_of: the plan with a change; None if there is none.
+    """
     single = [change for change in _changes(job, device) if change.settings]
     together = list(accumulate(single, _both))
     more = [Change(factor=factor) for factor in (2, 4, 8, 16, 32, 64, 128)]

@@ -332,8 +332,12 @@ PARENT_SECONDS = 1.0  # between two checks of the parent
 
 
 class HelperProcess(PythonProcess):
-    """A process that calls functions of the user, with a channel to it. Its module makes a `Parent`. defaults: values
-    of environment variables that are not set."""
+    """A process that calls functions of the user, with a channel to it.
+
+    Args:
+        module: Module to run; it makes a `Parent`.
+        **defaults: Values of environment variables that are not set.
+    """
 
     def __init__(self, module: str, **defaults: str):
         self.channel, theirs = Channel.pair()

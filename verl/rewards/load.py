@@ -81,9 +81,16 @@ def _constructor_parameters(manager: type) -> tuple[set[str], bool]:
 def as_reward_manager(
     reward: Any, tokenizer: Any, reward_kwargs: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> RewardManager:
-    """A reward given in Python as `reward_fn=`: a RewardManager, a manager of public verl, or a reward function, which
-    may also take the whole batch and return scores (B, T) or (B,). kwargs: of RewardManager. Raises ValueError for
-    anything else."""
+    """A reward given in Python as `reward_fn=`: a RewardManager, a manager of public verl, or a reward function.
+
+    Args:
+        reward: The object. It may also be a function of the whole batch that returns scores (B, T) or (B,).
+        reward_kwargs: Values of the function's other parameters.
+        **kwargs: Arguments of RewardManager.
+
+    Raises:
+        ValueError: It is none of these.
+    """
     if isinstance(reward, RewardManager):
         return reward
     if is_public_manager(type(reward)) and scores_single_samples(type(reward)):

@@ -160,7 +160,13 @@ class ColumnsRewardManager(RewardManager):
 
 
 class SingleRewardManager(RewardManager):
-    """Calls `run_single` of a manager of public verl once per sample, concurrently in one event loop."""
+    """Calls `run_single` of a manager of public verl once per sample, concurrently in one event loop.
+
+    Args:
+        compute_score: The reward function that the manager calls.
+        manager: The object with `run_single`.
+        **kwargs: Arguments of RewardManager.
+    """
 
     def __init__(self, tokenizer: Any, compute_score: Callable | ScoreFunction, *, manager: Any, **kwargs: Any):
         super().__init__(tokenizer, compute_score, **kwargs)
@@ -207,8 +213,13 @@ class AbstractRewardManager:
 
 
 class RewardManagerBase:
-    """Base class of public verl's managers with `run_single(data)`. config: the settings of the run, with attribute
-    access."""
+    """Base class of public verl's managers with `run_single(data)`.
+
+    Args:
+        config: The settings of the run, with attribute access.
+        tokenizer: Decodes the responses.
+        compute_score: The reward function.
+    """
 
     def __init__(self, config: Any, tokenizer: Any, compute_score: Any = None, **kwargs: Any):
         self.config, self.tokenizer, self.compute_score = config, tokenizer, compute_score

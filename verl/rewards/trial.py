@@ -19,7 +19,9 @@ _TESTS = re.compile(r"\n|\bassert\b|\bdef \b|\bimport \b")  # a reference that i
 def trial_responses(ground_truth: Any, solution: Any = None) -> dict[str, list[str]]:
     """Return right, wrong and empty responses. There may be no right one: tests of a program tell none.
 
-    solution: a worked solution or a program, if the row has one.
+    Args:
+        ground_truth: That of a row.
+        solution: A worked solution or a program, if the row has one.
     """
     try:
         reference = final_answer(read_references(ground_truth, "trial")[0])

@@ -148,8 +148,13 @@ class EngineRequests:
     def exclusive(self, caller: str, idle: bool = False) -> AbstractContextManager[Any]:
         """Context in which no request is computed.
 
-        Raises ValueError, which names the caller, if requests are running, and `idle` is set or they cannot be
-        interrupted."""
+        Args:
+            caller: for the error.
+            idle: no request may be running.
+
+        Raises:
+            ValueError: requests are running, and `idle` is set or they cannot be interrupted.
+        """
         return self.thread.exclusive(self._close(caller, idle), self._reopen)
 
 
@@ -189,6 +194,11 @@ class CopyRollout(RolloutEngine):
     """Base class of the engines of vLLM and SGLang, which run requests in a thread of the engine.
 
     Event loops of several threads share the batch, and so does a `generate` that runs at the same time.
+
+    Args:
+        copy: the model.
+        requests: runs the requests.
+        memory: GPU memory of the engine.
     """
 
     sampling_keys = SAMPLING_KEYS
@@ -260,8 +270,14 @@ class CopyRollout(RolloutEngine):
 
 
 class EngineReceiver:
-    """Base class of the receivers of vLLM and SGLang. shapes: returns HuggingFace name -> shape of every parameter.
-    filled: whether the model has its weights."""
+    """Base class of the receivers of vLLM and SGLang.
+
+    Args:
+        requests: of the engine.
+        memory: of the engine.
+        shapes: returns HuggingFace name -> shape of every parameter.
+        filled: whether the model has its weights.
+    """
 
     def __init__(
         self,

@@ -31,8 +31,13 @@ _GRACE_SECONDS = 3.0  # after the limit of a coroutine, for its own error
 
 
 class EngineThread:
-    """An event loop in a daemon thread, which starts at once. device: its current device. on_failure: called in the
-    thread."""
+    """An event loop in a daemon thread, which starts at once.
+
+    Args:
+        name: of the thread.
+        device: its current device; None: the default.
+        on_failure: called in the thread after a failure.
+    """
 
     def __init__(
         self, name: str, device: torch.device | None = None, on_failure: Callable[[], None] = lambda: None

@@ -128,8 +128,12 @@ def cache_bytes_per_token(hf_config: Any, dtype: torch.dtype, tp_size: int = 1) 
 
 
 def granted_memory(engine: str, asked: float, device: torch.device) -> tuple[float, int, int]:
-    """Bytes of a GPU for an engine that asks for a fraction of it, at most what other users, such as the trainer,
-    leave; free and total bytes. engine: its title, for the warning."""
+    """Bytes of a GPU for an engine, at most what other users, such as the trainer, leave; free and total bytes.
+
+    Args:
+        engine: its title, for the warning.
+        asked: fraction of the total memory.
+    """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     granted = min(asked * total, FREE_SHARE * free)

@@ -286,8 +286,17 @@ def make_requests(
     sample_ids: Sequence[int] | None = None,
     limits: Sequence[int] | None = None,
 ) -> list[Request]:
-    """Make one request per prompt. sample_ids: None: 0, 1, 2 ... limits: max response tokens of each prompt; None:
-    params.max_tokens. Raises ValueError for lists of different length."""
+    """Make one request per prompt.
+
+    Args:
+        prompts: token ids of each prompt.
+        params: sampling parameters of all requests.
+        sample_ids: one per prompt; None: 0, 1, 2 ...
+        limits: max response tokens, one per prompt; None: params.max_tokens.
+
+    Raises:
+        ValueError: lists of different length.
+    """
     for name, values in (("sample_ids", sample_ids), ("limits", limits)):
         if values is not None and len(values) != len(prompts):
             raise ValueError(f"expected as many {name} as prompts ({len(prompts)}), found {len(values)}")

@@ -28,8 +28,15 @@ def check_records(config: Any, name: str, supported: bool) -> None:
 
 
 def layers_with_experts(name: str, parameters: Iterable[str]) -> list[int]:
-    """Indices of the layers that have choices, for an engine that reports an entry for every layer, from the
-    HuggingFace names of the model's parameters. Raises ValueError, which names the engine, if there are none."""
+    """Indices of the layers that have choices, for an engine that reports an entry for every layer.
+
+    Args:
+        name: of the engine.
+        parameters: HuggingFace names of the model's parameters.
+
+    Raises:
+        ValueError: there are none.
+    """
     layers = {int(match[1]) for each in parameters if (match := re.search(r"\.layers\.(\d+)\..*\.experts\.", each))}
     if not layers:
         raise ValueError(f"{RECORDING_KEY}: rollout.name={name}: the model is not a mixture of experts: use false")
@@ -37,8 +44,15 @@ def layers_with_experts(name: str, parameters: Iterable[str]) -> list[int]:
 
 
 def cut(choices: np.ndarray, tokens: int) -> np.ndarray:
-    """The choices (tokens, layers, k) of the first tokens, as int16. choices: possibly with those of tokens that were
-    cut off. tokens: of the sequence without the last one. Raises ValueError for tokens without choices."""
+    """The choices of the first tokens, as int16.
+
+    Args:
+        choices: (tokens, layers, k), possibly with those of tokens that were cut off.
+        tokens: of the sequence without the last one.
+
+    Raises:
+        ValueError: tokens without choices.
+    """
     if len(choices) < tokens:
         raise ValueError(
             f"{RECORDING_KEY}: expected the experts of {tokens} tokens, found those of {len(choices)}: this version of "

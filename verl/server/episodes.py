@@ -95,8 +95,11 @@ class _Pending:
 class Episode:
     """The calls of one episode (a `Conversation` of the server).
 
-    Its methods are called in the server's thread, and `close` in that of the agent loops. on_new: see
-    `NewConversation`.
+    Its methods are called in the server's thread, and `close` in that of the agent loops.
+
+    Args:
+        prompt_length: maximum length of the first prompt.
+        on_new: see `NewConversation`.
     """
 
     def __init__(

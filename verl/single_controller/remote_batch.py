@@ -37,7 +37,14 @@ class Source(ABC):
 
     @abstractmethod
     def fetch(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Copy rows, (n,) int64 indices, of the column `name` to this process: (n, *row_shape) on the CPU."""
+        """Copy rows of the column `name` to this process.
+
+        Args:
+            rows: (n,) int64 row indices.
+
+        Returns:
+            (n, *row_shape) CPU tensor.
+        """
 
 
 def assemble_rows(shape: Sequence[int], chunks: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -65,7 +72,11 @@ _EXPOSES_MEMORY = {_T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage, _T.d
 class RemoteTensor(torch.Tensor):
     """A (B, *row_shape) tensor whose rows are in other processes.
 
-    Row i is row `source_rows[i]` of column `name` of `sources[source_ids[i]]`; both indices are (B,) int64.
+    Row i is row `source_rows[i]` of column `name` of `sources[source_ids[i]]`.
+
+    Args:
+        source_ids: (B,) int64 indices into `sources`.
+        source_rows: (B,) int64 row indices within each source.
     """
 
     @staticmethod

@@ -72,8 +72,15 @@ class RankState:
 
 
 class CallWatch:
-    """The limit of the call `role`.`method`(), of an operator or (None) another caller, from the durations of earlier
-    calls. limit: of the call; for the constructors of workers, that of their start."""
+    """The limit of the call `role`.`method`().
+
+    Args:
+        durations: Of earlier calls.
+        operator: The operator that makes the call; None for other calls.
+
+    Attributes:
+        limit: Of the call; for the constructors of workers, that of their start.
+    """
 
     def __init__(self, durations: Durations, role: str, method: str, operator: str | None):
         self.elapsed = Elapsed()  # since the call started
@@ -181,8 +188,13 @@ class WorkerTimeout(WorkerError):
 def timeout_error(
     states: Sequence[RankState], stacks: Mapping[int, str], role: str, method: str, waited: str
 ) -> WorkerTimeout:
-    """The error of a call that waits for a rank. stacks: rank -> the stacks of its threads. waited: for how long the
-    call `role`.`method`() has waited, and for whom."""
+    """The error of a call that waits for a rank.
+
+    Args:
+        states: Of all ranks.
+        stacks: Rank -> the stacks of its threads.
+        waited: For how long the call `role`.`method`() has waited, and for whom.
+    """
     culprit, reason = find_culprit(states, stacks)
     text = "\n\n".join(f"--- {state}\n{stacks.get(state.rank, '')}".rstrip() for state in states)
     message = f"{reason}; {waited}; states and stacks of all ranks:"

@@ -135,8 +135,12 @@ class TrainingProgress:
         timings: Mapping[str, float] | None = None,
         samples: Sequence[Sample] | None = None,
     ) -> None:
-        """Display a finished step. timings: operator -> seconds; None: from the metrics timing_s/*. samples: a few
-        (prompt, response, score) to show; the panel keeps them until the next ones."""
+        """Display a finished step.
+
+        Args:
+            timings: operator -> seconds; None: from the metrics timing_s/*.
+            samples: a few (prompt, response, score) to show. The panel keeps them until the next ones.
+        """
         if timings is None:
             values = {name.removeprefix("timing_s/"): value for name, value in metrics.items()}
             timings = {name: values[name] for name in values if f"timing_s/{name}" in metrics and name != "step"}

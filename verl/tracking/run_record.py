@@ -128,7 +128,12 @@ class RunRecord:
         logger.info("this run starts at step 0: the results of the run before it are moved to %s", aside)
 
     def add_step(self, step: int, make: Callable[[], Mapping[str, Any]], last: bool) -> None:
-        """Write the record of a step that `make` returns, if its turn has come, or it is the last one."""
+        """Write the record of a step, if its turn has come.
+
+        Args:
+            make: called only if the step is recorded.
+            last: always record this step.
+        """
         self._step = step
         if self._broken or ((step - 1) % self._every and not last):
             return

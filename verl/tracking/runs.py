@@ -54,9 +54,14 @@ def write_lines(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
 
 
 def open_steps(path: Path, resume_step: int, is_complete: bool = False) -> TextIO:
-    """Open a JSONL file to append to it, without the lines of steps after `resume_step` and those that are damaged,
-    which are moved to `<name>.dropped.jsonl`. 0: a run from the beginning, so no line is kept. is_complete: whether
-    every step has a line; a file that ends before `resume_step` is logged as a warning."""
+    """Open a JSONL file to append to it, without the lines of steps after `resume_step`.
+
+    These lines, and those that are damaged, are moved to `<name>.dropped.jsonl`.
+
+    Args:
+        resume_step: 0: a run from the beginning, which writes step 0 (its first validation) too, so no line is kept.
+        is_complete: whether every step has a line; a file that ends before `resume_step` is logged as a warning.
+    """
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     steps = [_read_step(line) for line in lines]
     kept = [step is not None and resume_step > 0 and step <= resume_step for step in steps]
@@ -122,7 +127,12 @@ def read_metrics(metrics_jsonl: str | Path) -> dict[str, Series]:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run in its folder, trainer.default_local_dir. about: content of run.json; empty for a run that has none."""
+    """A run in its folder.
+
+    Attributes:
+        folder: trainer.default_local_dir of the run.
+        about: content of run.json; empty for a run that has none.
+    """
 
     folder: Path
     about: Mapping[str, Any] = field(default_factory=dict)

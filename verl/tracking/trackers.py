@@ -66,8 +66,13 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Run:
-    """The tracked run. config: flat: key.with.dots -> value. resume_step: step of the checkpoint it resumes from, 0 for
-    a new run. progress: the display of a trainer, which the tracker `console` updates."""
+    """The tracked run.
+
+    Attributes:
+        config: flat: key.with.dots -> value.
+        resume_step: step of the checkpoint it resumes from, 0 for a new run.
+        progress: the display of a trainer, which the tracker `console` updates.
+    """
 
     project_name: str
     experiment_name: str

@@ -27,8 +27,14 @@ class FlowRunner:
         return self.pipeline
 
     def run(self) -> tuple[DataProto, dict[str, float], float]:
-        """Run the flow until it returns a batch: that, the seconds of each operator, and those of all runs. Raises
-        UnfinishedStep if the run is to end, and the step needs further samples."""
+        """Run the flow until it returns a batch.
+
+        Returns:
+            The batch, the seconds of each operator, and those of all runs.
+
+        Raises:
+            UnfinishedStep: the run is to end, and the step needs further samples.
+        """
         timings, seconds = Counter[str](), 0.0
         while True:
             batch = self.pipeline.run()

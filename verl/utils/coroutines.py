@@ -41,8 +41,16 @@ GENERATION_CLOCK: ContextVar[Callable[[], float]] = ContextVar("generation clock
 
 
 async def wait_within(future: "asyncio.Future[T]", seconds: float, clock: Callable[[], float]) -> T:
-    """The result of a future, which is cancelled if it takes longer than `seconds` by this clock (TimeoutError), or if
-    the caller is cancelled."""
+    """The result of a future, which is cancelled if it takes longer, or if the caller is cancelled.
+
+    Args:
+        future: to wait for.
+        seconds: the limit.
+        clock: returns seconds; the limit is measured by it.
+
+    Raises:
+        TimeoutError: the limit was exceeded.
+    """
     end = clock() + seconds
     try:
         while not future.done():

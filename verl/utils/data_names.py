@@ -17,8 +17,13 @@ _SPLIT_FILE = re.compile(r"(train|test|validation|valid|val|dev|eval)([-_]\d.*)?
 
 @dataclass(frozen=True)
 class DataName:
-    """An entry of `data.train_files` that is not a file: PATH, PATH@CONFIG, PATH:SPLIT or PATH@CONFIG:SPLIT. path: a
-    folder, or the name of a dataset on the hub. config (`main` of openai/gsm8k), split: None: not given."""
+    """An entry of `data.train_files` that is not a file: PATH, PATH@CONFIG, PATH:SPLIT or PATH@CONFIG:SPLIT.
+
+    Attributes:
+        path: a folder, or the name of a dataset on the hub.
+        config: the configuration of the dataset (`main` of openai/gsm8k); None: its default.
+        split: the split; None: not given.
+    """
 
     path: str
     config: str | None = None

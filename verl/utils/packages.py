@@ -54,8 +54,12 @@ class Package:
         return version_of(*self.distributions)
 
     def missing(self, name: str, instead: str) -> str | None:
-        """The error message of an engine called `name` whose package is not installed, or too old; None if it is.
-        instead: an engine that needs no package."""
+        """The error message of an engine whose package is not installed, or too old; None if it is.
+
+        Args:
+            name: the name of the engine.
+            instead: an engine that needs no package.
+        """
         if is_installed(self.module):
             version = self.installed_version
             if not version or ".dev" in version or not self.minimum or at_least(version, self.minimum):

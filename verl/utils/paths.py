@@ -21,8 +21,12 @@ def resolved(path: str | os.PathLike[str]) -> Path:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The content of a text file. Raises ValueError if there is no such file, it is not a regular file, or not text in
-    UTF-8, OSError if it may not be read."""
+    """The content of a text file.
+
+    Raises:
+        ValueError: there is no such file, it is not a regular file, or not text in UTF-8.
+        OSError: it may not be read.
+    """
     if not os.path.isfile(path):
         actual = "something else" if os.path.exists(path) else "nothing"
         raise ValueError(f"{os.fspath(path)}: expected a file, found {actual}")

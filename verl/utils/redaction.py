@@ -73,8 +73,14 @@ def is_secret_name(name: object) -> bool:
 
 
 def redact(value: Any, name: object = "", variables: bool = True) -> Any:
-    """A setting without secrets: values by their names (texts in mappings), variables of environments, and credentials
-    in URLs. name: its dotted key. variables: also replace what is read from the environment."""
+    """A setting without secrets: values by their names, variables of environments, and credentials in URLs.
+
+    Secrets by name are texts in mappings; the fields of the schema itself have none.
+
+    Args:
+        name: the dotted key of the setting.
+        variables: also replace what is read from the environment.
+    """
     if isinstance(value, Mapping):
         in_environment = str(name).rpartition(".")[2] in _ENVIRONMENTS
         result = {}

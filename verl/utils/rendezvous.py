@@ -53,7 +53,11 @@ def tcp_store(
 
 def join_default_group(backend: str, timeout: timedelta | None = None) -> None:
     """Join the process group of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Rank 0 listens on MASTER_ADDR only.
-    backend: as in `torch.distributed.init_process_group`. timeout: of the collectives; None: torch's default."""
+
+    Args:
+        backend: as in `torch.distributed.init_process_group`.
+        timeout: of the collectives; None: torch's default.
+    """
     from torch import distributed as dist
     from torch.distributed.constants import default_pg_timeout
 

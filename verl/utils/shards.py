@@ -39,8 +39,13 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """The chunk (box, which may be empty) of a parameter that a training rank has. name: of HuggingFace. shape: of the
-    full parameter."""
+    """The chunk of a parameter that a training rank has.
+
+    Attributes:
+        name: HuggingFace name.
+        shape: of the full parameter.
+        box: the chunk; may be empty.
+    """
 
     name: str
     shape: tuple[int, ...]

@@ -133,8 +133,13 @@ class WeightSync(ABC):
 
 
 def is_check_due(version: int, last_check: int | None, every: int) -> bool:
-    """Whether the weights of a version are checked: the first ones (last_check is None), then those of every multiple
-    of `every` (`rollout.check_every`; 0: none)."""
+    """Whether the weights of a version are checked: the first ones, then those of every multiple of `every`.
+
+    Args:
+        version: weight version.
+        last_check: version of the last check; None: there was none.
+        every: `rollout.check_every`; 0: no version is checked.
+    """
     return every > 0 and (last_check is None or (version % every == 0 and version != last_check))
 
 

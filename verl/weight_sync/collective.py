@@ -43,9 +43,14 @@ from verl.weight_sync.verify import (
 
 
 class TransferGroup:
-    """A process group of training rank 0 (rank 0 in this group) and all rollout ranks. GPU tensors are sent over NCCL.
+    """A process group of training rank 0 (rank 0 in this group) and all rollout ranks.
 
-    address: on which rank 0 listens. rank, size: in this group. timeout: of a transfer in seconds.
+    Args:
+        address: host and port on which rank 0 listens.
+        rank, size: rank in this group, and its size.
+        device: device of the tensors. GPU tensors are sent over NCCL.
+        timeout: timeout of a transfer in seconds.
+
     """
 
     def __init__(self, address: tuple[str, int], rank: int, size: int, device: torch.device, timeout: float):

@@ -15,7 +15,13 @@ from verl.weight_sync.verify import Loading
 
 
 class ReplicaSync(WeightSync):
-    """The rollout engine in this process has an unsharded copy of the weights, gathered from all ranks in `dtype`."""
+    """The rollout engine in this process has an unsharded copy of the weights, gathered from all ranks.
+
+    Args:
+        rollout: the rollout engine.
+        dtype: of the weights that are gathered; None: not cast.
+        check_every: see `WeightSync`.
+    """
 
     def __init__(
         self,

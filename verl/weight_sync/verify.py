@@ -104,9 +104,15 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Loading:
-    """Loads a push of a weight version into a receiver, and counts its `bytes`.
+    """Loads a push into a receiver.
 
-    compares: whether what the receiver stores is compared with what it has read, if it is a `StoredWeights`.
+    Args:
+        receiver: the rollout engine's side.
+        version: weight version.
+        compares: whether what it stores is compared with what it has read, if it is a `StoredWeights`.
+
+    Attributes:
+        bytes: read so far.
     """
 
     def __init__(self, receiver: WeightReceiver, version: int, compares: bool):

@@ -133,8 +133,14 @@ class EngineWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str | Path) -> list[str]:
-        """Restore what `save_checkpoint` wrote, limited to checkpoint.load_contents. Returns the contents ("optimizer",
-        "extra") that were not restored. Raises ValueError if it is damaged, or of another model."""
+        """Restore what `save_checkpoint` wrote, limited to checkpoint.load_contents.
+
+        Returns:
+            The contents ("optimizer", "extra") that were not restored.
+
+        Raises:
+            ValueError: it is damaged, or of another model.
+        """
         contents = tuple(self.checkpoint.load_contents)
         try:
             self.engine.load(Path(folder), contents)
@@ -182,8 +188,13 @@ class UpdatePass:
 
 
 def micro_batching(rows: int | None, dynamic: bool, tokens: int | None) -> MicroBatching:
-    """The split that the micro-batch keys configure: by sequences (rows, *_micro_batch_size_per_gpu), or, if dynamic
-    (*_use_dynamic_bsz) or without them, by tokens (*_max_token_len_per_gpu; None: as many as fit)."""
+    """The split that the micro-batch keys configure.
+
+    Args:
+        rows: sequences per micro-batch (*_micro_batch_size_per_gpu).
+        dynamic: split by tokens even if `rows` is given (*_use_dynamic_bsz).
+        tokens: token budget (*_max_token_len_per_gpu); None: as many tokens as fit.
+    """
     return MicroBatching(rows=rows) if rows is not None and not dynamic else MicroBatching(tokens=tokens or "auto")
 
 
@@ -195,9 +206,12 @@ def update_micro_batching(config: Any) -> MicroBatching:
 def aggregation(
     mode: str, response_mask: torch.Tensor, engine: TrainEngine, scale_factor: float | None = None
 ) -> LossAggregation:
-    """The loss aggregation of a mini-batch; every term of its loss is divided by the same counts, which are summed over
-    the ranks. response_mask: (b, T) of this rank's rows. scale_factor: divisor of "seq-mean-token-sum-norm"; None for
-    T."""
+    """The loss aggregation of a mini-batch; every term of its loss is divided by the same counts.
+
+    Args:
+        response_mask: (b, T) of this rank's rows of the mini-batch. Counts are summed over the ranks.
+        scale_factor: divisor of "seq-mean-token-sum-norm"; None for T.
+    """
     tokens = response_mask.bool()
     counts = engine.sum_over_ranks([float(tokens.sum()), float(tokens.any(-1).sum())])
     return LossAggregation(mode, *counts, scale_factor=scale_factor or tokens.shape[-1])

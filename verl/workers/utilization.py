@@ -18,8 +18,13 @@ from verl.protocol import DataProto
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int], outputs: int, value_head: bool = False) -> float:
-    """FLOPs of a forward pass over rows of these lengths, in tokens. outputs: positions at which logits are computed.
-    value_head: one output instead of logits."""
+    """FLOPs of a forward pass.
+
+    Args:
+        lengths: tokens of each row.
+        outputs: positions at which logits are computed.
+        value_head: one output instead of logits.
+    """
     head = shape.hidden if value_head else shape.embedding
     attention = 4 * shape.q_size * shape.layers * sum(length * (length + 1) / 2 for length in lengths)
     return 2 * (sum(lengths) * shape.matrices() + outputs * head) + attention

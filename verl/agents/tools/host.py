@@ -50,8 +50,17 @@ class ToolRunner(Protocol):
     """Calls methods of a `ToolHost`."""
 
     async def call(self, trajectory: str, method: str, arguments: Mapping[str, Any], seconds: float | None) -> Any:
-        """Call `ToolHost.<method>(trajectory, **arguments)`. Raises ToolFailure if it fails, or takes longer than
-        `seconds`."""
+        """Call `ToolHost.<method>(trajectory, **arguments)`.
+
+        Args:
+            trajectory: id of the trajectory.
+            method: the method.
+            arguments: its other arguments.
+            seconds: time limit; None: no limit.
+
+        Raises:
+            ToolFailure: the call failed.
+        """
 
     def forget(self, trajectory: str) -> None:
         """End a trajectory. Its process is available to others."""

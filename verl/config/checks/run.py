@@ -26,8 +26,13 @@ _SET_FOR_WORKERS |= {"CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
 
 @dataclass(frozen=True)
 class ModelRole:
-    """A model (actor, ref or critic) with its training engine, the section of the selected engine, and `prefix`, of the
-    keys of `section`, which has the optimizer of a trained model."""
+    """A model with its training engine, and the keys of their sections.
+
+    Attributes:
+        name: actor, ref or critic.
+        prefix: of the keys of `section`, which has the optimizer of a trained model.
+        engine: the section of the selected engine.
+    """
 
     name: str
     prefix: str
@@ -204,9 +209,15 @@ _TRAITS: dict[str, Callable] = {"rollout.name": engine_traits, "strategy": strat
 
 
 def check_registered(config: Schema, registered: Mapping[str, Collection[str]]) -> list[Problem]:
-    """Names of engines and agent loops that nothing has registered, with the nearest and all registered ones, and known
-    ones whose package is not installed. Call after `imports` are loaded. registered: end of a key, as in
-    `REGISTERED_KINDS` -> the registered names; other keys are not checked."""
+    """Names of engines and agent loops that nothing has registered. Call after `imports` are loaded.
+
+    Args:
+        registered: end of a key, as in `REGISTERED_KINDS` -> the registered names. Other keys are not checked.
+
+    Returns:
+        A problem for each unknown name, with the nearest and all registered names, and for each known one whose
+        package is not installed.
+    """
     problems = []
     for key, value in flatten(config.model_dump(), type(config)).items():
         end = next((end for end in registered if f".{key}".endswith(f".{end}")), None)

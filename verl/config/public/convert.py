@@ -25,8 +25,13 @@ KINDS = ("verl", "trl-grpo", "trl-sft")
 
 @dataclass
 class Conversion:
-    """A converted configuration: the schema of `values`, dotted key -> value, and remarks, one line each: what is not
-    in `values`, and what is wrong with them."""
+    """A converted configuration.
+
+    Attributes:
+        schema: the schema of `values`.
+        values: dotted key -> value.
+        remarks: what is not in `values`, and what is wrong with them, one line each.
+    """
 
     schema: type[Schema]
     values: dict[str, Any] = field(default_factory=dict)
@@ -42,9 +47,15 @@ class Conversion:
 
 
 def read_source(path: Path) -> tuple[Layer, list[str]]:
-    """Read a YAML or JSON file, or the words `key=value` of another text file, such as a script. Returns the settings,
-    and remarks on words that are none. Raises ConfigError if there is no such file, or it is not valid, ValueError if
-    it has no setting, or an unclosed quote."""
+    """Read a YAML or JSON file, or the words `key=value` of another text file, such as a script.
+
+    Returns:
+        The settings, and remarks on words that are not settings.
+
+    Raises:
+        ConfigError: there is no such file, or it is not valid.
+        ValueError: the file has no setting, or the script an unclosed quote.
+    """
     if path.suffix in (".yaml", ".yml", ".json") or not os.path.isfile(path):
         layer, remarks = read_yaml(path), []
     else:
@@ -71,8 +82,17 @@ def _read_words(path: Path) -> tuple[Layer, list[str]]:
 
 
 def convert(layer: Layer, source: str, schema: type[Schema], gpus: int) -> Conversion:
-    """Convert the settings of a configuration of public verl (`schema`) or TRL. source: one of `KINDS`, or auto. gpus:
-    of the TRL run. Raises ValueError for another source, or the settings of TRL's PPOConfig."""
+    """Convert settings.
+
+    Args:
+        layer: settings with their origin.
+        source: one of `KINDS`, or auto.
+        schema: of a configuration of public verl.
+        gpus: GPUs of the TRL run.
+
+    Raises:
+        ValueError: `source` is none of these, or the settings are those of TRL's PPOConfig.
+    """
     arguments = {key: setting.value for key, setting in layer.items()}
     if source == "auto":
         source = kind_of(arguments) or "verl"

@@ -27,9 +27,14 @@ _BUILT_IN_FOLDER = "verl/trainer/config"
 
 
 def find_config(name: str | None, directories: list[str]) -> Path | None:
-    """The file of `--config-name`, from `--config-path` and `--config-dir`; None for a configuration of public verl,
-    whose values are the defaults of this schema. Raises ConfigError if there is none, or it selects an engine that is
-    not supported."""
+    """The file of `--config-name`, from `--config-path` and `--config-dir`.
+
+    Returns:
+        The file; None for a configuration of public verl, whose values are the defaults of this schema.
+
+    Raises:
+        ConfigError: there is no such configuration, or it selects an engine that is not supported.
+    """
     config_name = name or "ppo_trainer"
     path = _find(config_name, [expanded(directory) for directory in directories])
     known = (*upstream_configs(), *upstream_selections()[""])
@@ -50,9 +55,14 @@ def find_config(name: str | None, directories: list[str]) -> Path | None:
 
 
 def read_file(path: str | Path, included_by: tuple[Path, ...] = ()) -> list[Layer]:
-    """The settings of a YAML file and of the files in its defaults list, lowest precedence first. included_by: the
-    files whose defaults lists led to this one, outermost first. Raises ConfigError if a file cannot be read or includes
-    itself, or the list selects something that is not supported."""
+    """The settings of a YAML file and of the files in its defaults list, lowest precedence first.
+
+    Args:
+        included_by: the files whose defaults lists led to this one, outermost first.
+
+    Raises:
+        ConfigError: a file cannot be read or includes itself, or the list selects something that is not supported.
+    """
     chain = (*included_by, resolved(path))
     if chain[-1] in included_by:
         message = f"a file includes itself: {' -> '.join(map(str, chain[included_by.index(chain[-1]) :]))}"
@@ -75,9 +85,15 @@ def read_file(path: str | Path, included_by: tuple[Path, ...] = ()) -> list[Laye
 
 
 def select_groups(overrides: Layer, path: str | Path | None) -> tuple[list[Layer], Layer, list[Problem]]:
-    """Split `group=option` and `group@package=option` from the overrides. path: the configuration file, in whose folder
-    groups are searched. Returns the settings of the selected files, the other overrides, and a problem for each option
-    that is not supported."""
+    """Split `group=option` and `group@package=option` from the overrides.
+
+    Args:
+        overrides: the command line.
+        path: the configuration file; its folder is searched for groups.
+
+    Returns:
+        The settings of the selected files, the other overrides, and a problem for each option that is not supported.
+    """
     directories = [expanded(path).parent] if path else []
     layers: list[Layer] = []
     rest: Layer = {}

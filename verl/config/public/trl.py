@@ -18,8 +18,12 @@ RL, SFT, _SHORT = _TABLES["rl"], _TABLES["sft"], _TABLES["short"]
 
 
 def key_of(name: str, schema: str | None) -> str | None:
-    """Return the config key for `name`, an argument of TRL or a short name, the last part of an unknown key; None if it
-    is neither. schema: as in `upstream_key`."""
+    """Return the config key for an argument of TRL or a short name; None if it is neither.
+
+    Args:
+        name: the last part of an unknown key.
+        schema: as in `upstream_key`: "ppo", "sft" or another.
+    """
     return {"ppo": RL, "sft": SFT}.get(schema or "", {}).get(_SHORT.get(name, name))
 
 

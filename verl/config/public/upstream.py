@@ -55,8 +55,15 @@ _TYPE_ANNOTATION = UpstreamKey((), "a type annotation of another implementation"
 
 
 def upstream_key(key: str, schema: str | None) -> UpstreamKey | None:
-    """The entry of a dotted key of public verl that is not supported, or of the nearest listed section above it; None
-    if there is none. schema: the section of upstream_keys.yaml to look in, such as "ppo"; None: no key is known."""
+    """Return the entry of `key`, a key of public verl that is not supported, or of the nearest listed section above it.
+
+    Args:
+        key: dotted key.
+        schema: the section of upstream_keys.yaml to look in, such as "ppo"; None: no key is known.
+
+    Returns:
+        The entry; None if neither the key nor a section above it is listed.
+    """
     if schema is None:
         return None
     listed, names = _unsupported(schema), key.split(".")
@@ -73,9 +80,14 @@ def upstream_key(key: str, schema: str | None) -> UpstreamKey | None:
 
 
 def ignored_key(key: str, schema: str | None, *, has_field: bool) -> UpstreamKey | None:
-    """The entry of a key that no result depends on; None if the key has an effect, or is not listed. has_field: the
-    schema has a field for the key, such as a free mapping above it; then only an entry of exactly this key counts, or a
-    pattern that begins with the name of a section."""
+    """The entry of a key that no result depends on; None if the key has an effect, or is not listed.
+
+    Args:
+        key: dotted key.
+        schema: as in `upstream_key`.
+        has_field: the schema has a field for the key, such as a free mapping above it; then only an entry of exactly
+            this key counts, or a pattern that begins with the name of a section.
+    """
     if has_field and (schema is None or not (key in _unsupported(schema) or _is_below_pattern(key))):
         return None
     entry = upstream_key(key, schema)

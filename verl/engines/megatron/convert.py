@@ -16,8 +16,12 @@ from verl.engines.megatron.runtime import ParallelRanks
 def decoder_config(
     hf: Any, megatron: schema.MegatronConfig, ranks: ParallelRanks, dtype: torch.dtype, recompute: bool
 ) -> DecoderConfig:
-    """The configuration of megatron-core for a model, after the checks above. dtype: of parameters and computation.
-    recompute: recompute all activations, if the section does not say how."""
+    """The configuration of megatron-core for a model, after the checks above.
+
+    Args:
+        dtype: dtype of parameters and computation.
+        recompute: recompute all activations, if the section does not say how.
+    """
     interleaved = megatron.virtual_pipeline_model_parallel_size is not None
     first, last = end_stages(hf.num_hidden_layers, megatron)
     return DecoderConfig(

@@ -95,8 +95,13 @@ class AutoRecompute:
         self._logged = is_needed
 
     def is_needed(self, tokens: int, micro_batches: int, free: int) -> bool:
-        """Whether the activations of an update of `micro_batches`, the largest of `tokens`, exceed `free` bytes of this
-        rank."""
+        """Whether the activations of an update do not fit on this rank.
+
+        Args:
+            tokens: tokens of the largest micro-batch.
+            micro_batches: their number.
+            free: bytes for activations.
+        """
         if self.per_token is None:
             self.set(False)
             self.per_token = sum(map(self._saved_by, self.chunks))

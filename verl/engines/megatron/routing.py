@@ -151,8 +151,14 @@ class StageRouting:
     def begin(
         self, recorded: torch.Tensor | None, *, trains: bool = False, records: bool = False, counts: bool = False
     ) -> None:
-        """Start a pass over micro-batches. recorded: the column routed_experts, if the batch has it. Raises ValueError
-        if its choices are not those of this model."""
+        """Start a pass over micro-batches.
+
+        Args:
+            recorded: the column routed_experts, if the batch has it.
+
+        Raises:
+            ValueError: the choices are not those of this model.
+        """
         if recorded is not None:
             check_choices(tuple(recorded.shape[2:]), self.layers, self.top_k)
         self.trains, self.records, self.counts = trains, records, counts
@@ -169,8 +175,12 @@ class StageRouting:
         return model_input.tokens[self.ranks.t * share : (self.ranks.t + 1) * share]
 
     def recorded(self, rows: Sequence[list[int]], inputs: Sequence[ModelInput]) -> torch.Tensor:
-        """The column routed_experts (B, P + T, L, k) int16 of the last pass, from the rows of each micro-batch and its
-        input on this rank. Collective."""
+        """The column routed_experts (B, P + T, L, k) int16 of the last pass. Collective.
+
+        Args:
+            rows: rows of each micro-batch.
+            inputs: its input on this rank.
+        """
         width, shape = inputs[0].width, (self.layers, self.top_k)
         column = torch.full((sum(map(len, rows)), width, *shape), NOT_RECORDED, dtype=torch.int16)
         for i, model_input in enumerate(inputs):

@@ -23,8 +23,14 @@ _Key = tuple[str, int]
 
 
 class WeightFiles:
-    """The tensors of a HuggingFace folder, or of an id of a hub, read one box at a time. Raises ValueError without
-    safetensors files."""
+    """The tensors of a HuggingFace folder, read one box at a time.
+
+    Args:
+        path: a folder, or an id of a hub.
+
+    Raises:
+        ValueError: there are no safetensors files.
+    """
 
     def __init__(self, path: str):
         self.path = path

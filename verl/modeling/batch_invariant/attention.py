@@ -45,9 +45,16 @@ def attend_rows(
 def attend_cached(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
-    """On a CPU: one query (b, HQ, D) per sequence at positions (b,), over a KV cache (b, HK, L, D) -> (b, HQ, D).
+    """On a CPU: one query per sequence over a KV cache.
 
-    Masked entries of the cache must be finite.
+    Args:
+        query: (b, HQ, D).
+        keys, values: (b, HK, L, D); masked entries must be finite.
+        positions: (b,) position of each query.
+        scores: how scores are computed.
+
+    Returns:
+        (b, HQ, D).
     """
     rows, heads, size = query.shape
     q = query.view(rows, keys.shape[1], 1, 1, -1, size)

@@ -35,7 +35,13 @@ ADDENDS = 1024
 
 
 def in_chunks(compute: Callable[..., torch.Tensor], size: int, *tensors: torch.Tensor) -> torch.Tensor:
-    """Compute the entries of tensors (n, ...), n >= 1, in chunks of `size`; the last one is padded with zeros."""
+    """Compute in chunks of `size` entries of the first dimension; the last chunk is padded with zeros.
+
+    Args:
+        compute: computes each entry independently.
+        size: entries of a chunk.
+        tensors: (n, ...) each, with the same n >= 1.
+    """
     count = len(tensors[0])
     fill = -count % size
     if fill:

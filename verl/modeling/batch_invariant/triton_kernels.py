@@ -206,10 +206,17 @@ def attend_cached(
     table: torch.Tensor,
     scores: Scores,
 ) -> torch.Tensor:
-    """One query (b, HQ, D) per sequence over a KV cache in blocks (blocks, HK, BLOCK, D) -> (b, HQ, D), undefined for
-    sequences that are not live.
+    """One query per sequence over a blocked KV cache; the output of sequences that are not live is undefined.
 
-    tiles: result of `single_queries`. table: (b, .) int32, block indices of each sequence.
+    Args:
+        query: (b, HQ, D).
+        keys, values: (blocks, HK, BLOCK, D).
+        tiles: result of `single_queries`.
+        table: (b, .) int32, block indices of each sequence.
+        scores: how scores are computed.
+
+    Returns:
+        (b, HQ, D).
     """
     assert keys.shape[2] == BLOCK, f"expected blocks of {BLOCK} tokens, found {keys.shape[2]}"
     return _launch(query, keys, values, (*keys.stride()[:3], *values.stride()[:3]), tiles, table, scores)

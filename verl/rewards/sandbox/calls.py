@@ -133,9 +133,14 @@ def call_samples(
     concurrency: int,
     memory_bytes: int | None = None,
 ) -> Iterator[tuple[int, Outcome]]:
-    """Call `function` on every sample; yields (index, outcome) in order of completion. timeout: seconds per call. pool:
-    run the calls in these worker processes, each with up to `memory_bytes` of resident memory. concurrency: of an async
-    function."""
+    """Call `function` on every sample; yields (index, outcome) in order of completion.
+
+    Args:
+        timeout: Seconds per call; None for no timeout.
+        pool: Run the calls in these worker processes.
+        concurrency: Maximum number of concurrent calls of an async function.
+        memory_bytes: Limit of the resident memory of a worker process.
+    """
     values = [(s.data_source, s.solution_str, s.ground_truth, s.extra_info, s.prompt) for s in samples]
     keywords, limits = [function.arguments(*each) for each in values], Limits(timeout, resident_bytes=memory_bytes)
     if pool is None and not function.is_async:

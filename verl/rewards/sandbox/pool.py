@@ -256,10 +256,17 @@ class ProcessPool:
         return next(outcome for _, outcome in self.map([call], limits))
 
     def map(self, calls: Sequence[Call], limits: Limits) -> Iterator[tuple[int, Outcome]]:
-        """Run calls in parallel; yield (position in `calls`, outcome) in the order in which the calls finish.
+        """Run calls in parallel.
 
-        Closing the iterator kills the workers that are still busy. The limits do not count the start of a worker and
-        the import of the function, which have a limit of `START_SECONDS`.
+        Closing the iterator kills the workers that are still busy.
+
+        Args:
+            calls: The calls.
+            limits: Limits of each call. Starting a worker and importing the function do not count; they have a limit of
+                `START_SECONDS`.
+
+        Yields:
+            (position in `calls`, outcome), in the order in which the calls finish.
         """
         return _Run(self, calls, limits).outcomes()
 

@@ -110,10 +110,13 @@ def limited(limits: Limits):
 
 
 def run_calls(reply: Callable[..., None], number: int, limits: Limits, jobs: Sequence[tuple]) -> None:
-    """Run calls, (addresses, pickled arguments) each, one after the other; reply with each result as soon as it is
-    known.
+    """Run the calls of a message one after the other and reply with the result of each as soon as it is known.
 
-    number: of the first call; the others follow.
+    Args:
+        reply: Sends a message.
+        number: Number of the first call; the others follow.
+        limits: Limits of each call.
+        jobs: (addresses, pickled arguments) of each call.
     """
     is_called = False
     for this, (addresses, arguments) in enumerate(jobs, start=number):

@@ -69,9 +69,13 @@ def make_native(
 
 
 def check_model(architectures: Iterable[str], sizes: Mapping[str, Any], ranks: int, deterministic: bool) -> None:
-    """Raise ValueError for a model that this engine does not support, or cannot split over tensor-parallel `ranks`.
+    """Raise ValueError for a model that this engine does not support, or cannot split over `ranks`.
 
-    architectures: class names of the saved weights. sizes: the model's config by key.
+    Args:
+        architectures: class names of the saved weights.
+        sizes: the model's config by key.
+        ranks: the tensor-parallel size.
+        deterministic: `rollout.deterministic`.
     """
     import transformers
 

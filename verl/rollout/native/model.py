@@ -89,8 +89,13 @@ _PROJECTIONS = (
 
 
 def is_readable(name: str, settings: Mapping[str, Any], module: nn.Module | None = None) -> bool:
-    """Whether `read_decoder` reads a model of this architecture. settings: the config of its language model by key.
-    module: None if it is not loaded yet."""
+    """Whether `read_decoder` reads a model.
+
+    Args:
+        name: its architecture.
+        settings: the config of its language model by key.
+        module: None if it is not loaded yet.
+    """
     family = FAMILIES.get(name)
     parts = () if module is None else module.named_modules()
     if any(type(part) not in (nn.Linear, Fp8Linear) for path, part in parts if path.rpartition(".")[2] in _PROJECTIONS):

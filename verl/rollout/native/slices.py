@@ -38,8 +38,15 @@ def check_sizes(sizes: Mapping[str, Any], ranks: int) -> None:
 
 
 class Slices:
-    """The slice of each parameter of a model that this rank has. Raises ValueError if the ranks do not divide the
-    model."""
+    """The slice of each parameter of a model that this rank has.
+
+    Args:
+        config: the model's config.
+        tp: the ranks that hold the model.
+
+    Raises:
+        ValueError: the number of ranks does not divide the model.
+    """
 
     def __init__(self, config: Any, tp: TensorParallel):
         self._has_images = is_vision_config(config)

@@ -82,7 +82,13 @@ class NativeVision:
     def prefill(
         self, embeds: torch.Tensor, prompts: Sequence[list[int]], images: Sequence[PromptImages | None]
     ) -> PrefillImages | None:
-        """The images of a prefill of right-padded prompts with embeddings (count * width, H); None without."""
+        """The images of a prefill; None without.
+
+        Args:
+            embeds: (count * width, H) embeddings of the right-padded prompts.
+            prompts: `count` prompts.
+            images: those of each.
+        """
         if not any(image is not None for image in images):
             return None
         count, width = len(prompts), len(embeds) // len(prompts)

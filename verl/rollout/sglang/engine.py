@@ -22,7 +22,12 @@ _FILTER_KEYS = ("temperature", *FILTERS)
 
 
 def arguments_of(job: Job, records: bool = False) -> dict[str, Any]:
-    """Arguments of `Engine.async_generate` that continue the tokens of a job. records: report the chosen experts."""
+    """Arguments of `Engine.async_generate` that continue the tokens of a job.
+
+    Args:
+        job: the request, and its tokens so far.
+        records: report the experts that the routers choose.
+    """
     request, params, stops = job.request, job.request.params, list(job.request.params.active_stop_ids)
     sampling: dict[str, Any] = {
         "max_new_tokens": params.max_tokens - len(job.token_ids),
@@ -46,8 +51,13 @@ def arguments_of(job: Job, records: bool = False) -> dict[str, Any]:
 
 
 def decode_experts(text: str, layers: list[int], shape: tuple[int, int]) -> np.ndarray:
-    """The experts of a response, (tokens, layers, k), as SGLang reports them: base64 of int32, for all layers. layers:
-    those with experts. shape: (all layers, k)."""
+    """The experts of a response, (tokens, layers, k), as SGLang reports them: base64 of int32, for all layers.
+
+    Args:
+        text: base64.
+        layers: the layers with experts.
+        shape: (all layers, k).
+    """
     return np.frombuffer(base64.b64decode(text), np.int32).reshape(-1, *shape)[:, layers]
 
 
@@ -58,6 +68,12 @@ class SglangRollout(CopyRollout):
 
     With SGLang's `enable_deterministic_inference`, random numbers of a response depend only on its seed and sample id.
     Without it, SGLang has one random stream for all requests, so a run is not reproducible.
+
+    Args:
+        copy: the model.
+        service: runs the requests.
+        memory: GPU memory of the engine.
+        receiver: its receiver of weights.
     """
 
     def __init__(self, copy: EngineCopy, service: Service, memory: SglangMemory, receiver: SglangReceiver):

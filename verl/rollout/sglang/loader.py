@@ -23,8 +23,12 @@ INSTRUCTION = "verl.instruction"
 
 
 def instruction(outcome: Path, sums: Mapping[str, int]) -> torch.Tensor:
-    """The instruction of one call. outcome: prefix of the files for the outcomes; the rank is appended. sums: name ->
-    sum of the bits of every tensor in the bucket."""
+    """The instruction of one call.
+
+    Args:
+        outcome: prefix of the files for the outcomes; the rank is appended.
+        sums: name -> sum of the bits of every tensor in the bucket.
+    """
     order = {"outcome": str(outcome), "sums": sums}
     return torch.frombuffer(bytearray(json.dumps(order).encode()), dtype=torch.uint8)
 

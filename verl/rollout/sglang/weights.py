@@ -15,7 +15,12 @@ from verl.weight_sync.buckets import BUCKET_BYTES, pack
 
 
 class SglangMemory(EngineMemory):
-    """Frees weights and KV cache by SGLang's memory saver, if it is on (`saves`). Weights are lost."""
+    """Frees weights and KV cache by SGLang's memory saver. Weights are lost.
+
+    Args:
+        service: the engine.
+        saves: whether the memory saver is on.
+    """
 
     def __init__(self, service: Service, saves: bool):
         super().__init__(saves)
@@ -42,11 +47,18 @@ class SglangMemory(EngineMemory):
 
 
 class SglangReceiver(EngineReceiver):
-    """Receives weights by HuggingFace name and loads them in SGLang's processes. device: of the buckets.
+    """Receives weights by HuggingFace name and loads them in SGLang's processes.
 
     SGLang's loaders skip names that they do not know. So a push is verified: names and shapes are those of the
     HuggingFace model, and every tensor-parallel rank has received the bits that were sent (`loader.check_received`).
     Every response reports the version of its weights (`Service`), and the canary of the trainer compares the rest.
+
+    Args:
+        service: the engine.
+        memory: its memory.
+        copy: the model.
+        device: of the buckets.
+        ranks: tensor-parallel size.
     """
 
     def __init__(self, service: Service, memory: SglangMemory, copy: EngineCopy, *, device: torch.device, ranks: int):

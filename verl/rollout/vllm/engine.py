@@ -28,7 +28,13 @@ class VllmRollout(CopyRollout):
     Random numbers of a response depend only on its seed and sample id, but they are vLLM's: other engines sample other
     tokens.
 
-    sleeps: whether vLLM's sleep mode is on. channel, recorded_layers: as in `Stepper`.
+    Args:
+        llm: a `vllm.LLM`.
+        copy: the model.
+        sleeps: whether vLLM's sleep mode is on.
+        device: device of the engine.
+        channel: to the other ranks of the tensor-parallel group; None without them.
+        recorded_layers: the layers with experts, if completions have `routed_experts`.
     """
 
     def __init__(

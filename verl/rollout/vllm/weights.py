@@ -21,6 +21,11 @@ class VllmReceiver(EngineReceiver):
 
     vLLM's loaders skip names that they do not know, and may keep old values. So names and shapes must be those of the
     HuggingFace model, and every parameter of vLLM must have been loaded. The canary of the trainer compares the rest.
+
+    Args:
+        engine: the rollout engine.
+        shapes: returns HuggingFace name -> shape of every parameter.
+        filled: whether the model has its weights.
     """
 
     def __init__(self, engine: "VllmRollout", shapes: Callable[[], dict[str, torch.Size]], filled: bool):

@@ -45,8 +45,14 @@ _MORE_PANELS: dict[str, tuple[str, ...]] = {
 
 
 def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
-    """Write the report of a run to `out` (default: report.html in the folder) and return its path. Raises ValueError if
-    the folder has no run, or the run has no metrics.jsonl."""
+    """Write the report of a run and return its path.
+
+    Args:
+        out: file to write; None: report.html in the folder.
+
+    Raises:
+        ValueError: if the folder has no run, or the run has no metrics.jsonl.
+    """
     run = open_run(folder)
     if not run.metrics:
         raise ValueError(
@@ -224,8 +230,13 @@ def _thinned(series: Series, limit: int) -> Series:
 
 @dataclass(frozen=True)
 class Metric:
-    """An entry of the list. section: heading on the page. names: pattern of names; `*` is any text, `{a,b}` are
-    alternatives. watch: healthy values, and what to do about others; empty if there is nothing to watch."""
+    """An entry of the list.
+
+    Attributes:
+        section: heading on the page.
+        names: pattern of names; `*` is any text, `{a,b}` are alternatives.
+        watch: healthy values, and what to do about others; empty if there is nothing to watch.
+    """
 
     section: str
     names: str

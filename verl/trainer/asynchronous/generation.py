@@ -40,8 +40,12 @@ _JOIN_SECONDS = 10.0  # for the producer to end, once the workers have ended
 
 @dataclass(eq=False, repr=False)
 class Generation:
-    """Generation in the background, on the rollout's own devices. with_columns: also send the other columns, for agent
-    loops that read them. partial: interrupt requests for a push of weights; otherwise wait for their trajectories."""
+    """Generation in the background, on the rollout's own devices.
+
+    Args:
+        with_columns: also send the other columns, for agent loops that read them.
+        partial: interrupt requests for a push of weights; otherwise wait for their trajectories.
+    """
 
     roles: Roles
     with_columns: bool
@@ -123,8 +127,12 @@ class FilterGroups:
 
 
 class Producer:
-    """The thread that fills the buffer. prompting: prompts -> repeat -> gen. scoring: the operators after gen, up to
-    the buffer."""
+    """The thread that fills the buffer.
+
+    Args:
+        prompting: prompts -> repeat -> gen.
+        scoring: the operators after gen, up to the buffer.
+    """
 
     def __init__(self, prompting: Pipeline, scoring: Pipeline, generation: Generation, buffer: SampleBuffer):
         self.prompting, self.scoring, self.generation, self.buffer = prompting, scoring, generation, buffer

@@ -183,8 +183,12 @@ class ModelLimits:
             )
 
     def check_response_length(self, longest_prompt: int, response_length: int, key: str, instead: str) -> None:
-        """Raise ValueError if the longest prompt plus a response exceeds the positions of the model. key: sets
-        response_length, in tokens. instead: the fix if shorter responses do not help."""
+        """Raise ValueError if the longest prompt plus a response exceeds the positions of the model.
+
+        Args:
+            key: sets response_length, in tokens.
+            instead: the fix if shorter responses do not help.
+        """
         if self.positions is not None and longest_prompt + response_length > self.positions:
             left = self.positions - longest_prompt
             raise ValueError(
@@ -213,8 +217,13 @@ class ModelLimits:
 
 
 def check_reads_tokens_of(policy: str, tokenizer: Any, model: schema.ModelConfig, role: str, largest_id: int) -> None:
-    """Raise ValueError if a model that reads the token ids of the policy, as `role`, has another tokenizer or too few
-    embeddings. policy: path of its model, which has the tokenizer. largest_id: the largest token id of the dataset."""
+    """Raise ValueError if a model that reads the token ids of the policy has another tokenizer or too few embeddings.
+
+    Args:
+        policy: path of the policy's model, which has the tokenizer.
+        model: the model that reads the sequences of the policy, as `role`.
+        largest_id: the largest token id of the dataset.
+    """
     if model.path == policy:
         return
     advice = f"the {role} reads the token ids of the policy, so use a {role} with the tokenizer of {policy!r}"

@@ -90,9 +90,15 @@ def shapes_of(config: schema.Config, names: Sequence[str]) -> dict[str, ModelSha
 
 
 def estimate(config: schema.Config, names: Sequence[str], device: Device | None = None) -> Plan:
-    """Memory and time of a configuration. names: its roles with separate workers; those of placement.local_roles are
-    not counted. device: None: that of this host. Raises ValueError for a model or an engine that the planner does not
-    model."""
+    """Memory and time of a configuration.
+
+    Args:
+        names: its roles with separate workers. Those of placement.local_roles are not counted.
+        device: None: that of this host.
+
+    Raises:
+        ValueError: a model or an engine that the planner does not model.
+    """
     names = [name for name in names if name not in config.placement.local_roles]
     device = device or host_profile(resolve_device(config.trainer.device))
     job = job_of(config, shapes_of(config, names), names, device.kind == "cuda")
@@ -263,9 +269,16 @@ def _bytes(name: str, automatic: int) -> int:
 
 
 def job_of(config: schema.Config, shapes: Mapping[str, ModelShape], names: Sequence[str], on_gpu: bool) -> Job:
-    """The job that a configuration describes. Every response counts with its maximum length. names: roles with separate
-    workers, the actor first, whose shapes are given. on_gpu: decides dtypes. Raises ValueError if a training engine is
-    a custom one, or only some roles use megatron."""
+    """The job that a configuration describes. Every response counts with its maximum length.
+
+    Args:
+        shapes: role -> its model, of the roles in `names`.
+        names: roles with separate workers, the actor first.
+        on_gpu: whether it runs on GPUs, which decides dtypes.
+
+    Raises:
+        ValueError: a training engine is a custom one, or only some roles use megatron.
+    """
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     strategies = {name: _engine_of(config, name)[0] for name in names if name != "rollout"}
     if unknown := [strategy for strategy in strategies.values() if strategy not in built_in_strategies()]:

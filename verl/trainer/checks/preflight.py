@@ -209,9 +209,15 @@ def read_run(
     base: Mapping[str, Any] | None = None,
     rows_given: bool = False,
 ) -> Run:
-    """Read the settings (a file or a dictionary, `overrides` above it, `base` and the settings of the recipe below),
-    and run the checks of the stages, of SETTINGS and IMPORTS. rows_given: see `Run`. Raises ConfigError with all
-    problems, with file and line of each setting."""
+    """Read the settings, and run the checks of the stages, of SETTINGS and IMPORTS.
+
+    Args:
+        path: a file or a dictionary; `overrides` are above it, `base` and the settings of the recipe below.
+        rows_given: see `Run`.
+
+    Raises:
+        ConfigError: all problems, with file and line of each setting.
+    """
     passed: list[str] = []
 
     def problems(config: Schema) -> Iterator[Problem]:
@@ -262,9 +268,12 @@ def _problems(run: Run, *stages: str) -> Iterator[Problem]:
 
 
 def run_checks(run: Run, stage: str) -> None:
-    """Run the checks of CONFIG, INPUTS or FLOW in order, until one fails. Those of INPUTS all run. Raises ConfigError
-    with the problems that a check has found, or ValueError, the error of a check or of what it loads; or several,
-    numbered."""
+    """Run the checks of CONFIG, INPUTS or FLOW in order, until one fails. Those of INPUTS all run.
+
+    Raises:
+        ConfigError: the problems that a check has found.
+        ValueError: the error of a check, or of a module, file or package that it loads; or several, numbered.
+    """
     from verl.tracking.run_record import collected  # imports rich
 
     failures: list[ValueError] = []

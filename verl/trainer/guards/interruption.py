@@ -26,8 +26,13 @@ REPEAT_SECONDS = 0.5
 
 
 class Stopped(KeyboardInterrupt):
-    """A run was ended by SIGINT or SIGTERM (signal). finished: the step in flight was finished, and saved if
-    trainer.save_at_end is set. second: it was the second signal, which ends the run at once."""
+    """A run was ended by SIGINT or SIGTERM.
+
+    Attributes:
+        signal: which one.
+        finished: the step in flight was finished, and saved if trainer.save_at_end is set.
+        second: it was the second signal, which ends the run at once.
+    """
 
     def __init__(self, number: int, finished: bool = False, second: bool = False):
         super().__init__(signal.Signals(number).name)

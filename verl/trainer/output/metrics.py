@@ -62,8 +62,14 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def timing_metrics(timings: Mapping[str, float], step: float, tokens: int, world_size: int) -> dict[str, float]:
-    """Seconds of each operator and of the step, and the tokens per second and process. step: wall-clock seconds, less
-    than the sum of `timings` if operators overlap. tokens: of prompts and responses of the batch."""
+    """Seconds of each operator and of the step, and the tokens per second and process.
+
+    Args:
+        timings: operator -> seconds.
+        step: wall-clock seconds, less than the sum of `timings` if operators overlap.
+        tokens: prompt and response tokens of the batch.
+        world_size: number of processes.
+    """
     seconds = {f"timing_s/{name}": value for name, value in timings.items()}
     throughput = {"perf/total_num_tokens": tokens, "perf/time_per_step": step}
     return {**seconds, **throughput, "timing_s/step": step, "perf/throughput": tokens / step / world_size}

@@ -36,8 +36,14 @@ _JSONL = {"jsonl", "file"}
 
 
 def run_summary(view: RunView, folder: Path, history: Mapping[str, Series], resumed: int, seconds: float) -> list[str]:
-    """Lines with the results so far, the paths of the run, and the next command. folder: of its record. history,
-    seconds: of this attempt, which has resumed from the step `resumed`; 0: none."""
+    """Lines with the results so far, the paths of the run, and the next command.
+
+    Args:
+        folder: folder of its record.
+        history: metrics of this attempt.
+        resumed: the step that it has resumed from; 0: none.
+        seconds: its duration.
+    """
     has_file = bool(_JSONL & set(view.config.trainer.logger))
     if history and resumed and has_file:
         history = _with_earlier_steps(history, folder, resumed)
@@ -192,9 +198,15 @@ def _tracker_name(name: str) -> str:
 
 
 class RunLog:
-    """The log of a run. The tracker `console` adds a panel and a summary. draw: (batch, count) -> samples of a batch,
-    as rows of a table. record: batch -> what `verl report` shows of it; the attribute is a context manager around the
-    run, from before its workers start."""
+    """The log of a run. The tracker `console` adds a panel and a summary.
+
+    Args:
+        draw: (batch, count) -> samples of a batch, as rows of a table.
+        record: batch -> what `verl report` shows of it.
+
+    Attributes:
+        record: context manager around the run, from before its workers start.
+    """
 
     def __init__(
         self,

@@ -149,8 +149,12 @@ _PER_TOKEN = ("rollout_log_probs", "old_log_probs", "advantages", "values")
 
 
 def step_record(batch: DataProto, tokenizer: Any, count: int, seed: int) -> dict[str, Any]:
-    """What `verl report` shows of a finished training step: distributions of scores and lengths, groups, and `count`
-    samples with their tokens: the best, the worst, and others drawn at random."""
+    """Return what `verl report` shows of a step: distributions of scores and lengths, groups, and a few samples.
+
+    Args:
+        batch: a finished training batch.
+        count: number of samples with their tokens: the best, the worst, and others drawn at random.
+    """
     columns = batch.tensors
     scores = columns["token_level_scores"].sum(1)
     lengths = columns["attention_mask"][:, columns["prompts"].shape[1] :].sum(1)

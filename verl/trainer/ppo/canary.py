@@ -56,8 +56,14 @@ class _Check:
 
 
 class Canary:
-    """Compares the log-probs of the rollout engine and of the training engine, at every `every`-th step; 0: never.
-    vocab_size: token ids of the prompt are below it. prompt_length, response_length: the longest ones of the engine."""
+    """Compares the log-probs of the rollout engine and of the training engine.
+
+    Args:
+        roles: the roles actor and rollout.
+        every: steps between two checks; 0: none.
+        vocab_size: token ids of the prompt are below it.
+        prompt_length, response_length: longest prompt and response of the engine.
+    """
 
     def __init__(
         self,
@@ -85,9 +91,15 @@ class Canary:
         return is_check_due(version, last, self.every)
 
     def check(self, version: int) -> dict[str, float]:
-        """Check every DP rank of the rollout. Returns the metric weight_sync/canary_mismatch; empty if the engine does
-        not generate with the policy. Raises RolloutMismatchError if an engine computes other log-probs,
-        StaleWeightsError if it has old weights."""
+        """Check every DP rank of the rollout.
+
+        Returns:
+            The metric weight_sync/canary_mismatch; empty if the engine does not generate with the policy.
+
+        Raises:
+            RolloutMismatchError: an engine computes other log-probs.
+            StaleWeightsError: it has old weights.
+        """
         completions: list[Completion | None] = self.roles["rollout"].canary_response(self.prompt, self.max_tokens)
         if any(completion is None for completion in completions):
             self.every = 0

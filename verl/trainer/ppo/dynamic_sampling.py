@@ -36,8 +36,12 @@ SUMMED_REWARD = ("reward", "score", "seq_reward", "seq_final_reward")
 
 
 class PromptQueue(Prompts):
-    """A source of prompts that takes prompts back and returns them before new ones of `prompts`. size: how many prompts
-    the next call returns."""
+    """A source of prompts that takes prompts back and returns them before new ones.
+
+    Args:
+        prompts: the source of new prompts.
+        size: how many prompts the next call returns.
+    """
 
     def __init__(self, prompts: Prompts, size: int):
         super().__init__(prompts.source, prompts.step, prompts.vocab_size, prompts.media_tokens)

@@ -91,8 +91,12 @@ def repeat(n: int) -> Callable[[DataProto], DataProto]:
 def generate(
     roles: Roles, sampling: str | Mapping[str, Any], all_columns: bool = False
 ) -> Callable[[DataProto], DataProto]:
-    """Generate responses to the prompts of the batch. sampling: "train", "greedy" or "validate"; or sampling parameters
-    that replace those of training. all_columns: also send the other columns, for agent loops that read them."""
+    """Generate responses to the prompts of the batch.
+
+    Args:
+        sampling: "train", "greedy" or "validate"; or sampling parameters that replace those of training.
+        all_columns: also send the other columns, for agent loops that read them.
+    """
 
     def gen(batch: DataProto) -> DataProto:
         inputs = prompt_columns(batch, all_columns)
@@ -146,8 +150,15 @@ def check_vocabulary(responses: torch.Tensor, vocab_size: int | None) -> None:
 
 
 def check_failures(batch: DataProto, raise_if_all: bool) -> None:
-    """Log how many agents or interactions of a batch failed (`agent_failure` in `trajectory_info`), with the first
-    error. Raises ValueError if all samples failed and raise_if_all: there is nothing to learn from."""
+    """Log how many agents or interactions of a batch failed, with the first error.
+
+    Args:
+        batch: generated samples; `trajectory_info` has `agent_failure` for those that failed.
+        raise_if_all: whether a batch in which all samples failed is an error.
+
+    Raises:
+        ValueError: all samples failed, so there is nothing to learn from.
+    """
     infos: Sequence[dict[str, Any]] = batch.non_tensor_batch.get("trajectory_info", ())
     failed = [(row, info["agent_failure"]) for row, info in enumerate(infos) if "agent_failure" in info]
     if not failed:
@@ -278,8 +289,12 @@ def uses_agent_loop(config: schema.Config) -> bool:
 
 
 def old_log_prob(roles: Roles, extra: tuple[str, ...], reads: tuple[str, ...] = ()) -> Callable[[DataProto], DataProto]:
-    """Columns old_log_probs and entropys (B, T): the policy before the update, computed by the training engine. extra:
-    further outputs of the model. reads: further columns for the workers."""
+    """Columns old_log_probs and entropys (B, T): the policy before the update, computed by the training engine.
+
+    Args:
+        extra: further outputs of the model.
+        reads: further columns for the workers.
+    """
 
     def recompute(batch: DataProto) -> DataProto:
         inputs = sequence_columns(batch, reads)

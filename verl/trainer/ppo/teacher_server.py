@@ -24,14 +24,23 @@ Entry = Mapping[str, Mapping[str, Any]]
 @dataclass(frozen=True)
 class TeacherServer:
     """Sends prompt and response as the prompt of a completion, and reads the log-probs of its tokens, at temperature 1.
-    teacher: its server_url, model_path and api_key. timeout: seconds for one request."""
+
+    Args:
+        teacher: its server_url, model_path and api_key.
+        timeout: seconds for one request.
+    """
 
     teacher: schema.TeacherConfig
     timeout: float
 
     def log_probs(self, batch: DataProto, num_candidates: int | None) -> dict[str, torch.Tensor]:
         """teacher_log_probs (B, T), and candidate_ids and teacher_candidate_log_probs (B, T, K) of the K most probable
-        tokens (None: only the sampled ones); 0 outside the responses. Reads input_ids, attention_mask and responses."""
+        tokens; 0 outside the responses.
+
+        Args:
+            batch: the columns input_ids, attention_mask and responses.
+            num_candidates: K; None: the sampled tokens only.
+        """
         columns, count = batch.batch, num_candidates or 0
         width = columns["responses"].shape[1]
         sequences = [ids[keep].tolist() for ids, keep in zip(columns["input_ids"], columns["attention_mask"].bool())]

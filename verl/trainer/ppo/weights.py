@@ -18,9 +18,15 @@ _POLL = 0.02  # seconds between two polls of calls that wait for one another
 
 @dataclass(eq=False, repr=False)
 class RolloutWeights:
-    """The weights and memory phases of the rollout: awake from `push` to `sleep`. separate: it has separate devices, so
-    weights are sent between processes. canary: checks some pushes. version: of the rollout, the number of completed
-    training steps; None if it has no weights."""
+    """The weights and memory phases of the rollout: awake from `push` to `sleep`.
+
+    Args:
+        separate: the rollout has separate devices, so weights are sent between processes.
+        canary: checks some of the pushed weights.
+
+    Attributes:
+        version: weight version of the rollout, the number of completed training steps; None if it has no weights.
+    """
 
     roles: Mapping[str, WorkerGroup]
     separate: bool
@@ -37,8 +43,12 @@ class RolloutWeights:
             self.canary.reset()
 
     def push(self, version: int) -> dict[str, float]:
-        """Push the actor's current weights to the rollout. Returns the metrics weight_sync/*. Raises ValueError if the
-        ranks report different checksums, StaleWeightsError if the rollout does not generate with them."""
+        """Push the actor's current weights to the rollout. Returns the metrics weight_sync/*.
+
+        Raises:
+            ValueError: the ranks report different checksums.
+            StaleWeightsError: the rollout does not generate with them.
+        """
         reports = self._push(version)
         if len({report.checksum for report in reports}) > 1:
             sums = ", ".join(format_checksum(report.checksum) for report in reports)

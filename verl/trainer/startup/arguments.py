@@ -37,9 +37,17 @@ def prepare_run(
     cluster: Cluster | None = None,
     backend: str | None = None,
 ) -> Run:
-    """Read the arguments of a trainer, choose the cluster, and run the checks up to CONFIG. rewards: argument name ->
-    reward, at most one that is not None. settings: further ones; None is not set. Other arguments as of `PPOTrainer`.
-    Raises ValueError if two exclude each other, or one is not supported, TypeError for a config of another type."""
+    """Read the arguments of a trainer, choose the cluster, and run the checks up to CONFIG.
+
+    Args:
+        rewards: argument name -> reward, at most one that is not None.
+        settings: further settings; None is not set.
+        backend: of the cluster that is chosen; None: `trainer.backend`. Other arguments as of `PPOTrainer`.
+
+    Raises:
+        ValueError: two arguments exclude each other, or one is not supported.
+        TypeError: a config or overrides of another type.
+    """
     config = _read_config(config, config_path, overrides, recipe.schema)
     rewards = {name: reward for name, reward in (rewards or {}).items() if reward is not None}
     if len(rewards) > 1:

@@ -75,8 +75,12 @@ def _hydra_config(options: dict[str, str]) -> tuple[str | None, list[str]]:
 
 
 def usage(text: str, program: str) -> str:
-    """The --help of a program, with `{program}` for the command: a module, which `python -m` runs, or a subcommand of
-    `verl`, such as "verl train"."""
+    """The --help of a program.
+
+    Args:
+        text: with `{program}` for the command.
+        program: a module, which `python -m` runs, or a subcommand of `verl`, such as "verl train".
+    """
     return text.format(program=program if program.startswith("verl ") else f"python -m {program}")
 
 

@@ -200,9 +200,15 @@ def prompt_source(data: schema.DataConfig | schema.SFTDataConfig, inputs: Inputs
 
 
 def are_rows(data: Any, tokenized: Sequence[str] = RL_TOKENS) -> bool:
-    """Whether these are rows of a table rather than a dataset whose items the trainer takes. data: anything with a
-    length whose items are dicts. tokenized: keys that only an item of a dataset has. Raises ValueError if it has no
-    length or no items."""
+    """Whether these are rows of a table rather than a dataset whose items the trainer takes.
+
+    Args:
+        data: anything with a length whose items are dicts.
+        tokenized: keys that only an item of a dataset has.
+
+    Raises:
+        ValueError: it has no length or no items.
+    """
     if data is None or isinstance(data, RLHFDataset):
         return False
     try:

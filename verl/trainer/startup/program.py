@@ -25,9 +25,13 @@ if TYPE_CHECKING:
 
 
 def program_help(usage: str, start: str = "workers start", option: str = "") -> str:
-    """What --help of a program prints, with `{program}` for the command. usage: the arguments of an example, and
-    further options. start: what a dry run does not do. option: of `verl config explain`, selects the keys of the
-    program."""
+    """What --help of a program prints, with `{program}` for the command.
+
+    Args:
+        usage: the arguments of an example, and further options.
+        start: what a dry run does not do.
+        option: of `verl config explain`, selects the keys of the program.
+    """
     return f"""usage: {{program}} [--config FILE.yaml] key=value ...
 
   {{program}} {usage}
@@ -67,9 +71,12 @@ class Program:
 
     @command_output()
     def main(self, arguments: list[str] | None = None, program: str | None = None) -> int:
-        """Run the command with these arguments (None: sys.argv). Returns the exit status. Under torchrun, rank 0 runs
-        it and the other ranks wait. program: the name in --help: a module, or a subcommand of `verl`, such as "verl
-        train"."""
+        """Run the command. Returns the exit status. Under torchrun, rank 0 runs it and the other ranks wait.
+
+        Args:
+            arguments: None for sys.argv.
+            program: the name in --help: a module, or a subcommand of `verl`, such as "verl train".
+        """
         arguments = sys.argv[1:] if arguments is None else arguments
         remember_arguments(arguments)
         bypass_proxies()

@@ -64,8 +64,12 @@ GROUPS = ("model", "data", "reward", "code")
 
 
 class Identity:
-    """What identifies the experiment of a configuration. working_dir: relative paths refer to it. data_digests: returns
-    digests of training data that is not in files, by what it is; None: there is none."""
+    """What identifies the experiment of a configuration.
+
+    Args:
+        working_dir: relative paths refer to it.
+        data_digests: returns digests of training data that is not in files, by what it is; None: there is none.
+    """
 
     def __init__(self, config: Schema, working_dir: Path, data_digests: Callable[[], Mapping[str, str | None]] = dict):
         self._config = config
@@ -100,9 +104,17 @@ class Identity:
         return {group: list(dict.fromkeys(paths)) for group, paths in files.items()}
 
     def check(self, saved: Mapping[str, Any], saved_config: Mapping[str, Any], folder: Path) -> None:
-        """Compare with `state()` (empty: none) and the flat configuration that a checkpoint stores. folder: for
-        messages. Raises ValueError if it belongs to another experiment, and trainer.allow_change does not name the
-        changes; or an entry of that is neither a group nor a setting."""
+        """Compare with what a checkpoint stores.
+
+        Args:
+            saved: `state()` of the run that wrote it; empty if it stores none.
+            saved_config: its flat configuration.
+            folder: the checkpoint, for messages.
+
+        Raises:
+            ValueError: it belongs to another experiment, and trainer.allow_change does not name the changes; or an
+                entry of trainer.allow_change is neither a group nor a setting.
+        """
         allowed = list(self._config.trainer.allow_change)
         for name in allowed:
             if name not in GROUPS and not any(fnmatchcase(key, name) for key in self._flat):

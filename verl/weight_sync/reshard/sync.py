@@ -176,7 +176,12 @@ class ShardReader:
 
 
 class Peers:
-    """The ranks of a reshard. group: of these ranks; None: all, or this process without torch.distributed."""
+    """The ranks of a reshard.
+
+    Args:
+        group: their process group; None: all ranks, or this process if torch.distributed is not initialized.
+        device: of the weights.
+    """
 
     def __init__(self, group: Any, device: torch.device):
         self.group = dist.group.WORLD if group is None and dist.is_initialized() else group

@@ -61,9 +61,14 @@ class _Service:
 
 
 class GenerationService(_Service):
-    """Runs trajectories in an event loop in a separate thread. Paused until the first `resume`. complete: the engine's
-    response to one request (`RolloutEngine.generate_one`). run: runs one trajectory. pause_limit: seconds that `pause`
-    may take."""
+    """Runs trajectories in an event loop in a separate thread. Paused until the first `resume`.
+
+    Args:
+        engine: has the weight version, aborts requests, and leads the other ranks of its tensor-parallel group.
+        complete: the engine's response to one request (`RolloutEngine.generate_one`).
+        run: runs one trajectory.
+        pause_limit: seconds that `pause` may take.
+    """
 
     def __init__(
         self,
@@ -101,7 +106,13 @@ class GenerationService(_Service):
 
     def collect(self, timeout: float) -> list[tuple[str, list[Trajectory]]]:
         """Return the groups that have ended since the last call, each with its uid, in the order in which they ended.
-        timeout: seconds to wait for the first one. Raises the error of a trajectory, unchanged."""
+
+        Args:
+            timeout: seconds to wait for the first one.
+
+        Raises:
+            Exception: the error of a trajectory, unchanged.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._finished or self._thread.error is not None, timeout)
             self._raise_error()
@@ -109,9 +120,15 @@ class GenerationService(_Service):
         return finished
 
     def pause(self, partial: bool) -> None:
-        """Return once no request is in the engine, and start none until `resume`. partial: abort the running requests,
-        to be continued after `resume`; otherwise wait for the end of all trajectories that have started. Raises
-        TimeoutError at the limit, which says what it waits for."""
+        """Return once no request is in the engine, and start none until `resume`.
+
+        Args:
+            partial: abort the running requests, to be continued after `resume`. Otherwise wait for the end of all
+                trajectories that have started.
+
+        Raises:
+            TimeoutError: it takes longer than the limit; the message says what it waits for.
+        """
         self._call(self._pause, partial)
 
     def resume(self) -> None:
@@ -312,8 +329,13 @@ def continuation(request: Request, so_far: Completion) -> Request:
 
 
 def extend(whole: Completion, completion: Completion, version: int, request: Request) -> None:
-    """Append the next completion to `whole`, the response so far to an interrupted request. version: of the engine's
-    weights, for an engine that reports no spans."""
+    """Append the next completion of an interrupted response.
+
+    Args:
+        whole: the response so far; changed in place.
+        version: the version of the engine's weights, for an engine that reports no spans.
+        request: that of the whole response.
+    """
     start = len(whole.token_ids)
     spans = completion.weight_versions or ([(0, version)] if completion.token_ids else [])
     for first, span_version in spans:
