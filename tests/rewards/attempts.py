@@ -304,8 +304,9 @@ KERNEL = {
             ),
         )
     },
-    "shared memory without a file": "mmap.mmap(-1, 4096)",
-    "the same with checked flags": "call('mmap', 0, 4096, 3, 0x23, -1, 0)",
+    "much shared memory without a file": "mmap.mmap(-1, 1 << 26)",
+    "the same with checked flags": "call('mmap', 0, 1 << 26, 3, 0x23, -1, 0)",
+    "shared huge pages": "call('mmap', 0, 4096, 3, 0x40021, -1, 0)",
     "shared memory of a device": "mmap.mmap(os.open('/dev/zero', os.O_RDWR), 4096)",
     "calls of another architecture": "page = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 7); "
     "page.write(bytes.fromhex('b814000000cd80c3')); "
