@@ -76,7 +76,7 @@ def test_the_record_of_a_cluster_that_is_gone(monkeypatch, caplog):
     with socket.create_server(("", 0)) as slow:  # it may not be gone
         address = f"127.0.0.1:{slow.getsockname()[1]}"
         monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda folder: address)
-        with pytest.raises(ValueError, match="the last Ray cluster of this host, .*timed out.*run `ray stop`"):
+        with pytest.raises(ValueError, match=r"the last Ray cluster of this host, .*timed out.*run `ray stop`"):
             RayCluster({})._check_address()
 
 
@@ -87,7 +87,7 @@ def test_other_addresses_are_those_of_ray(address, monkeypatch):
     monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda folder: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if address == "auto":  # both ways of asking for a cluster that runs
-        with pytest.raises(ValueError, match="ray_init.address=auto: no Ray cluster"):
+        with pytest.raises(ValueError, match=r"ray_init\.address=auto: no Ray cluster"):
             RayCluster({"address": address})._check_address()
         monkeypatch.setenv("RAY_ADDRESS", "auto")
         with pytest.raises(ValueError, match="RAY_ADDRESS=auto: no Ray cluster"):

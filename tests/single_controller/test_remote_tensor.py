@@ -69,7 +69,7 @@ class Reader(Worker):
 
 
 def test_a_worker_of_this_process_gets_ordinary_tensors(monkeypatch):
-    """`placement.local_roles`: columns of ranks elsewhere are copied once, before the call; and `trainer.worker_env`."""
+    """`placement.local_roles`: columns of ranks elsewhere are copied once, before the call; `trainer.worker_env`."""
     monkeypatch.setenv("WORKERS_HAVE", "")
     a, b = source(0, 3), source(100, 3)
     pools = {"main": [("actor", ResourcePool("main", (2,)))], "local": [("reader", ResourcePool("local", (1,), ()))]}

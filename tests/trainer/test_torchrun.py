@@ -11,8 +11,8 @@ import time
 import psutil
 import pytest
 import torch
-from torch.distributed import DistError, TCPStore
 from safetensors.torch import load_file
+from torch.distributed import DistError, TCPStore
 
 from verl.single_controller.ray import torchrun_nodes
 from verl.single_controller.worker import free_port
