@@ -405,14 +405,10 @@ def test_torchrun_names_a_lost_host_and_resumes(hosts, sft, alone, fault: Callab
     """Both hosts end, and the same command goes on."""
     folder, runs = torchrun_after_steps(hosts, f"sft-{fault.__name__}", sft)
     fault(hosts)
-    begin = time.monotonic()
-    ends = []
-    for run in runs:
-        ends.append((run.wait(600), time.monotonic() - begin))
-    print(ends, hosts.log(folder)[-6000:])
-    assert all(status != 0 for status, _ in ends)
+    assert all(run.wait(400) != 0 for run in runs), hosts.log(folder)[-3000:]
     log = hosts.log(folder)
-    assert "network fault" in log and "its process died" not in log, log[-3000:]
+    assert f"network fault: {HEAD} cannot reach" in log and "its process died" not in log, log[-3000:]
+    assert fault is switch_off or f"cannot reach {HEAD}" in log, log[-3000:]
     assert f"the same command resumes from {folder}/global_step_20" in log, log[-3000:]
     restart(hosts)
     runs = hosts.torchrun(folder, "verl.trainer.sft_trainer", *sft)

@@ -15,8 +15,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import IO
 
@@ -103,12 +105,40 @@ def _follow(store: TCPStore, store_address: tuple[str, int]) -> int:
     cluster, token = json.loads(store.get(_CLUSTER))
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     with _ray_node(address, f"--address={cluster}") as node:
-        while not store.check([_STATUS]):
+        status = _status_of(store)
+        while not status.done():
+            if node.poll() is not None and (error := _connection_error(store_address)):
+                reason = f"{address} cannot reach {head} ({error}): the link is cut, or the host is down"
+                raise SystemExit(f"error: network fault: {reason}")
             node.check()
             time.sleep(_LOOK_SECONDS)
-        status = int(store.get(_STATUS))
     store.add(_LEFT, 1)
+    return status.result()
+
+
+def _status_of(store: TCPStore) -> Future[int]:
+    """The exit status of the command, when the first host sets it. Over a link that is cut, a look never returns."""
+    status: Future[int] = Future()
+
+    def look() -> None:
+        try:
+            while not store.check([_STATUS]):
+                time.sleep(_LOOK_SECONDS)
+            status.set_result(int(store.get(_STATUS)))
+        except DistError as error:
+            status.set_exception(error)
+
+    threading.Thread(target=look, name="status of torchrun", daemon=True).start()
     return status
+
+
+def _connection_error(address: tuple[str, int]) -> OSError | None:
+    """Why no connection to an address is possible."""
+    try:
+        socket.create_connection(address, 5).close()
+    except OSError as error:
+        return error
+    return None
 
 
 class _Node(subprocess.Popen):
