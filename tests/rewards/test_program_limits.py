@@ -184,7 +184,7 @@ EXHAUST = {
     "shared memory that is unmapped": (
         MAPPINGS + "while True:\n    a = libc.mmap(0, (1 << 26) - 4096, 3, 0x21, -1, 0)\n    a == FAILED and fail()\n"
         "    ctypes.memset(a, 1, (1 << 26) - 4096); libc.munmap(a + 4096, (1 << 26) - 8192)",
-        "held more than 100 MiB of removed files or shared memory",
+        "held more than 100 MiB of removed files, shared memory or mappings",
     ),
     "page tables": (
         MAPPINGS + "for _ in range(3): os.fork()\n"
@@ -193,6 +193,11 @@ EXHAUST = {
         TOGETHER,
     ),
     "mappings": (MAPPINGS + "while True: libc.mmap(0, 4096, 1, 0x22, -1, 0)", LATE, TOGETHER),
+    "mappings of many processes": (
+        MAPPINGS + "import time\nfor i in range(60_000): libc.mmap(0, 4096, 1 + 2 * (i % 2), 0x22, -1, 0)\n"
+        "for _ in range(99): os.fork() or time.sleep(60)\ntime.sleep(60)",
+        *("held more than 100 MiB of removed files, shared memory or mappings", TOGETHER),
+    ),
     "removed files that are mapped": (
         MAPPINGS + "for i in range(300):\n    f = os.open('x', os.O_RDWR | os.O_CREAT)\n"
         "    os.write(f, bytes((1 << 20) - 1)); libc.mmap(0, 4096, 1, 1, f, 0); os.close(f); os.remove('x')",
@@ -317,14 +322,14 @@ def test_what_takes_too_much_is_ended(name, mode, sessions, tmp_path, monkeypatc
 @pytest.mark.parametrize(("files", "ended"), [(0, False), (250, True)])
 def test_a_disk_is_not_filled(files, ended, monkeypatch):
     """By removed files that are mapped; a disk that others fill is not the fault of the program."""
-    states = iter([(9 << 30, 0)])
-    monkeypatch.setattr(program, "_room", lambda folder: next(states, (1 << 29, 0)))
+    states = iter([(9 << 30, 0, 0)])
+    monkeypatch.setattr(program, "_room", lambda folder: next(states, (1 << 29, 0, 0)))
     code = f"""{MAPPINGS}import time
 for i in range({files}):
     f = os.open('x', os.O_RDWR | os.O_CREAT); libc.mmap(0, 4096, 1, 1, f, 0); os.close(f); os.remove('x')
 time.sleep(0.4)"""
     finished = run_program(code, limits=Limits(15.0, MEMORY), mode=MODES["landlock"])
-    assert finished.failure == ("held more than 100 MiB of removed files or shared memory" if ended else None)
+    assert finished.failure == ("held more than 100 MiB of removed files, shared memory or mappings" if ended else None)
 
 
 @each_mode

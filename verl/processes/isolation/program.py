@@ -39,6 +39,7 @@ MEASURE_SECONDS = 0.05  # between two measurements
 #: the same of one process, files and folders
 MOST_TASKS, MOST_OPEN_FILES, MOST_OPEN_FILES_OF_PROCESS, MOST_FILES = 256, 1024, 256, 4096
 MOST_SHARED_BYTES = 1 << 26  # of one mapping without a file (system_calls.yaml)
+MAPPING_BYTES = 256  # of the kernel, for one mapping of a process
 MOST_READ_PROCESSES = 32  # whose shared pages count once: reading them waits for locks of these processes
 _SIGNALS = {128 + number.value: number.name for number in signal.Signals}
 _END_SECONDS = 5.0  # for the supervisor (boot.py) to end the processes that a program has left
@@ -219,11 +220,12 @@ class _Process:
         ways = (False, True) if len(pids) <= MOST_READ_PROCESSES else (False,)
         if all(in_memory + memory_of(pids, shared_once) > memory for shared_once in ways):
             return f"used more than {memory >> 20} MiB together"
-        disk, shared = (before - now > memory // 2 for before, now in zip(self._before, _room(self._folder)))
-        if disk or shared:  # others may have it
-            files, mappings = _nameless(pids)
-            if max(disk * files * self._limits.output_bytes, shared * mappings * MOST_SHARED_BYTES) > memory // 2:
-                return f"held more than {memory // 2 >> 20} MiB of removed files or shared memory"
+        disk, shared, host = (before - now > memory // 2 for before, now in zip(self._before, _room(self._folder)))
+        if disk or shared or host:  # others may have it
+            files, shares, mappings = _unmeasured(pids, memory // 2 // MAPPING_BYTES)
+            held = files * self._limits.output_bytes * disk, shares * MOST_SHARED_BYTES * shared
+            if max(*held, mappings * MAPPING_BYTES * host) > memory // 2:
+                return f"held more than {memory // 2 >> 20} MiB of removed files, shared memory or mappings"
         return _host_excess()
 
     def _files_in_memory(self) -> tuple[int, int]:
@@ -320,19 +322,23 @@ def _files_below(folder: str | None) -> tuple[int, int]:
     return count, size
 
 
-def _nameless(pids: Sequence[int]) -> tuple[int, int]:
-    """Number of the removed files, and of the shared memory without a file, that processes have open or mapped. What
-    they hold is not known: most of it may be mapped nowhere."""
-    files, memory, gone = set(), set(), (FileNotFoundError, ProcessLookupError)  # it has exited or closed it since
+def _unmeasured(pids: Sequence[int], most_mappings: int) -> tuple[int, int, int]:
+    """Number of the removed files and of the shared memory without a file that processes have open or mapped, and of
+    their mappings, of which the first `most_mappings` are read. Nothing shows what they hold: most of a file may be
+    mapped nowhere, and the kernel needs memory for each mapping."""
+    files, memory, mappings = set(), set(), 0
+    gone = FileNotFoundError, ProcessLookupError  # it has exited or closed it since
     for pid in pids:
         with contextlib.suppress(*gone):
             folder = thread_folder(pid)
             try:
-                lines = (folder / "maps").read_bytes().split(b"\n")
+                text = (folder / "maps").read_bytes()
                 entries = list(os.scandir(folder / "fd"))
             except PermissionError:
                 files |= {(pid, number) for number in range(_open_files(pid))}
                 continue
+            mappings += text.count(b"\n")
+            lines = text.split(b"\n") if b" (deleted)\n" in text else ()
             for words in (line.split(None, 5) for line in lines if line.endswith(b" (deleted)")):
                 device = os.makedev(*(int(part, 16) for part in words[3].split(b":")))
                 (memory if words[5].startswith(b"/dev/zero ") else files).add((device, int(words[4])))
@@ -340,13 +346,15 @@ def _nameless(pids: Sequence[int]) -> tuple[int, int]:
                 with contextlib.suppress(*gone):
                     info = entry.stat()
                     files |= set() if info.st_nlink or not stat.S_ISREG(info.st_mode) else {(info.st_dev, info.st_ino)}
-    return len(files), len(memory)
+        if mappings > most_mappings:
+            break
+    return len(files), len(memory), mappings
 
 
-def _room(folder: str | None) -> tuple[int, int]:
-    """Free bytes of the disk of a folder, if there is one, and bytes that the host's shared memory leaves."""
-    disk = os.statvfs(folder) if folder else os.statvfs_result((0,) * 10)
-    return disk.f_bavail * disk.f_frsize, -_host_memory().get("Shmem", 0)
+def _room(folder: str | None) -> tuple[int, int, int]:
+    """Free bytes of the disk of a folder, if it has one; what shared memory leaves, and free bytes, of the host."""
+    disk, memory = os.statvfs(folder) if folder else os.statvfs_result((0,) * 10), _host_memory()
+    return disk.f_bavail * disk.f_frsize, -memory.get("Shmem", 0), memory.get("MemAvailable", 0)
 
 
 def _host_memory() -> dict[str, int]:
