@@ -43,7 +43,7 @@ SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # the first frame of an HTTP/2 se
 )
 def test_what_answers_at_the_address(parts, reason, monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr("verl.single_controller.ray.cluster._ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr("verl.single_controller.ray.cluster._RESPONSE_SECONDS", 0.5)
     connections = []
 
     def answer():
@@ -65,7 +65,7 @@ def test_what_answers_at_the_address(parts, reason, monkeypatch):
 def test_the_record_of_a_cluster_that_is_gone(monkeypatch, caplog):
     """`ray start` leaves one behind when its host or its processes are killed."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr("verl.single_controller.ray.cluster._ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr("verl.single_controller.ray.cluster._RESPONSE_SECONDS", 0.2)
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
     monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda folder: "127.0.0.1:1")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -11,6 +11,8 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from verl.agents.chat import reads
 from verl.agents.tools.parsers import TOOL_PARSERS, extract_calls
 from verl.agents.tools.schemas import read_arguments
@@ -81,26 +83,12 @@ def text_of(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str] = ()) 
 
 def bytes_of(tokenizer: Any, token: int) -> list[int]:
     """The bytes of a token, which may be a part of a character."""
-    text = tokenizer.decode([token])
-    if "\ufffd" not in text:
-        return list(text.encode())
-    written = tokenizer.convert_ids_to_tokens(token)
-    if byte := re.fullmatch("<0x([0-9A-F]{2})>", written):  # of SentencePiece
+    text, written = tokenizer.decode([token]), tokenizer.convert_ids_to_tokens(token)
+    alphabet = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level BPE
+    if "\ufffd" in text and (byte := re.fullmatch("<0x([0-9A-F]{2})>", written)):  # of SentencePiece
         return [int(byte[1], 16)]
-    if set(written) <= _BYTES.keys():
-        return [_BYTES[character] for character in written]
-    return list(text.encode())
-
-
-def _alphabet() -> dict[str, int]:
-    """Characters that stand for bytes in byte-level BPE (Radford et al., 2019): visible ones for themselves, and those
-    from U+0100 on for the other bytes, in order."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _alphabet()
+    is_part = "\ufffd" in text and set(written) <= alphabet.keys()
+    return [alphabet[character] for character in written] if is_part else list(text.encode())
 
 
 class Generator(Protocol):
@@ -225,8 +213,8 @@ class ServedModel:
             if name not in self.sampling_keys and (not for_sampled or not asked.pop(name)):
                 raise unsupported(name, f"{name} is not supported by this engine")
         seed = secrets.randbits(63) if call.seed is None else call.seed
-        wanted = self.params.max_tokens if call.max_tokens is None else call.max_tokens
-        limit = min(max(wanted, 1), available)  # engines sample at least one token, which a call without any drops
+        length = self.params.max_tokens if call.max_tokens is None else call.max_tokens
+        limit = min(max(length, 1), available)  # engines sample at least one token, which a call without any drops
         try:
             params = replace(self.params, max_tokens=limit, seed=seed, **asked)
         except ValueError as error:

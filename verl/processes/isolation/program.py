@@ -159,7 +159,7 @@ class _Process:
         output: int,
     ):
         self._limits, self._folder, self._descriptor = limits, folder, None
-        self._before = _room(folder)
+        self._before = _room(folder) if sys.platform == "linux" else ()
         with (
             _input_file(settings) as settings_file,
             _input_file(stdin.encode(errors="replace")) as stdin_file,
@@ -339,9 +339,9 @@ def _unmeasured(pids: Sequence[int], most_mappings: int) -> tuple[int, int, int]
                 continue
             mappings += text.count(b"\n")
             lines = text.split(b"\n") if b" (deleted)\n" in text else ()
-            for words in (line.split(None, 5) for line in lines if line.endswith(b" (deleted)")):
-                device = os.makedev(*(int(part, 16) for part in words[3].split(b":")))
-                (memory if words[5].startswith(b"/dev/zero ") else files).add((device, int(words[4])))
+            for parts in (line.split(None, 5) for line in lines if line.endswith(b" (deleted)")):
+                device = os.makedev(*(int(number, 16) for number in parts[3].split(b":")))
+                (memory if parts[5].startswith(b"/dev/zero ") else files).add((device, int(parts[4])))
             for entry in entries:
                 with contextlib.suppress(*gone):
                     info = entry.stat()
@@ -354,13 +354,11 @@ def _unmeasured(pids: Sequence[int], most_mappings: int) -> tuple[int, int, int]
 def _room(folder: str | None) -> tuple[int, int, int]:
     """Free bytes of the disk of a folder, if it has one; what shared memory leaves, and free bytes, of the host."""
     disk, memory = os.statvfs(folder) if folder else os.statvfs_result((0,) * 10), _host_memory()
-    return disk.f_bavail * disk.f_frsize, -memory.get("Shmem", 0), memory.get("MemAvailable", 0)
+    return disk.f_bavail * disk.f_frsize, -memory["Shmem"], memory["MemAvailable"]
 
 
 def _host_memory() -> dict[str, int]:
     """/proc/meminfo, in bytes."""
-    if sys.platform != "linux":
-        return {}
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     return {name: int(text.split()[0]) << 10 for name, _, text in (line.partition(":") for line in lines)}
 

@@ -68,7 +68,7 @@ def prepare_runtime_env(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 REPLACEMENT_SECONDS = 60.0  # for another node to replace a lost one, before a restart uses fewer
 _LOOK_SECONDS = 1.0
-_CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 30.0  # for a head to accept a connection, and to answer: it may be busy
+_CONNECT_SECONDS, _RESPONSE_SECONDS = 5.0, 30.0  # for a head to accept a connection, and to answer: it may be busy
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5)  # what a client of gRPC sends first
 _LOCAL_TIMEOUT = 3.0  # seconds: a local Ray has its resources immediately or never
 _LOCAL_ADVICE = (
@@ -198,10 +198,10 @@ class RayCluster:
                 if known != address:
                     logger.warning("the last Ray cluster, %s, is gone (%s): Ray is started for this run", known, error)
                 return "local"
-            where = f"{setting}={asked}" if asked else f"the last Ray cluster of this host, {known}"
+            cluster = f"{setting}={asked}" if asked else f"the last Ray cluster of this host, {known}"
             advice = f"remove {setting}" if asked else "run `ray stop`, or set ray_kwargs.ray_init.address=local"
             raise ValueError(
-                f"{where}: no Ray cluster listens there ({error}): set the address of a cluster that runs "
+                f"{cluster}: no Ray cluster listens there ({error}): set the address of a cluster that runs "
                 f"(`ray status --address {known}`), start one (`ray start --head`), or {advice}: "
                 "Ray is then started for this run only"
             ) from None
@@ -229,11 +229,11 @@ class RayCluster:
 
 def _greet(host: str, port: int) -> None:
     """Raises OSError unless the head of a cluster responds; ConnectionError: there is none."""
-    with socket.create_connection((host, port), _CONNECT_SECONDS) as connection, connection.makefile("rb") as answer:
-        connection.settimeout(_ANSWER_SECONDS)
+    with socket.create_connection((host, port), _CONNECT_SECONDS) as connection, connection.makefile("rb") as file:
+        connection.settimeout(_RESPONSE_SECONDS)
         if os.environ.get("RAY_USE_TLS", "0") == "0":
             connection.sendall(_HTTP2)
-            if answer.read(4)[3:] != b"\4":  # the settings of a gRPC server
+            if file.read(4)[3:] != b"\4":  # the settings of a gRPC server
                 raise ConnectionError("another service answers")
 
 

@@ -105,40 +105,29 @@ def _follow(store: TCPStore, store_address: tuple[str, int]) -> int:
     cluster, token = json.loads(store.get(_CLUSTER))
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     with _ray_node(address, f"--address={cluster}") as node:
-        status = _status_of(store)
+        status: Future[int] = Future()
+        threading.Thread(target=_look, args=(store, status), daemon=True).start()
         while not status.done():
-            if node.poll() is not None and (error := _connection_error(store_address)):
-                reason = f"{address} cannot reach {head} ({error}): the link is cut, or the host is down"
-                raise SystemExit(f"error: network fault: {reason}")
+            if node.poll() is not None:
+                try:
+                    socket.create_connection(store_address, 5).close()
+                except OSError as error:
+                    reason = f"{address} cannot reach {head} ({error}): the link is cut, or the host is down"
+                    raise SystemExit(f"error: network fault: {reason}") from None
             node.check()
             time.sleep(_LOOK_SECONDS)
     store.add(_LEFT, 1)
     return status.result()
 
 
-def _status_of(store: TCPStore) -> Future[int]:
-    """The exit status of the command, when the first host sets it. Over a link that is cut, a look never returns."""
-    status: Future[int] = Future()
-
-    def look() -> None:
-        try:
-            while not store.check([_STATUS]):
-                time.sleep(_LOOK_SECONDS)
-            status.set_result(int(store.get(_STATUS)))
-        except DistError as error:
-            status.set_exception(error)
-
-    threading.Thread(target=look, name="status of torchrun", daemon=True).start()
-    return status
-
-
-def _connection_error(address: tuple[str, int]) -> OSError | None:
-    """Why no connection to an address is possible."""
+def _look(store: TCPStore, status: Future[int]) -> None:
+    """Wait for the exit status of the command. Over a link that is cut, a call of the store never returns."""
     try:
-        socket.create_connection(address, 5).close()
-    except OSError as error:
-        return error
-    return None
+        while not store.check([_STATUS]):
+            time.sleep(_LOOK_SECONDS)
+        status.set_result(int(store.get(_STATUS)))
+    except DistError as error:
+        status.set_exception(error)
 
 
 class _Node(subprocess.Popen):
