@@ -194,7 +194,7 @@ class RayCluster:
             elif asked == "auto":
                 raise ConnectionError("none runs on this host")
         except OSError as error:
-            if not asked and isinstance(error, ConnectionError):
+            if not asked and not isinstance(error, TimeoutError):
                 if known != address:
                     logger.warning("the last Ray cluster, %s, is gone (%s): Ray is started for this run", known, error)
                 return "local"
@@ -228,7 +228,7 @@ class RayCluster:
 
 
 def _greet(host: str, port: int) -> None:
-    """Raises OSError unless the head of a cluster responds; ConnectionError: there is none."""
+    """Raises OSError unless the head of a cluster responds; TimeoutError: it may be busy."""
     with socket.create_connection((host, port), _CONNECT_SECONDS) as connection, connection.makefile("rb") as file:
         connection.settimeout(_RESPONSE_SECONDS)
         if os.environ.get("RAY_USE_TLS", "0") == "0":
