@@ -53,7 +53,7 @@ SOURCES = (
 #: needs a GPU or packages of other environments: those tests are skipped here
 ELSEWHERE = ("megatron", "vllm", "sglang", "cuda_decoder", "batch_invariant_cuda", "triton")
 #: runs on a GPU only, with tests in tests/gpu
-ON_GPU = ("paged_scheduler.py",)
+ON_GPU = ("paged_scheduler.py", "kernels.py")
 #: folders of tests, and files of tests/, that call the sources
 TESTS = (
     *("algorithms", "test_dataflow*.py", "test_columns.py", "checkpoints", "single_controller", "data", "rollout"),

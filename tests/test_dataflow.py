@@ -10,6 +10,7 @@ import torch
 
 from verl import HOLD, DataFlow, DataProto, DataProtoValidationError, Operator
 from verl.dataflow.flow import Total
+from verl.dataflow.operator import running, running_operator
 
 
 def numbers(rows: int = 3) -> DataProto:
@@ -395,3 +396,9 @@ def test_nothing_is_running_after_an_error():
     with pytest.raises(RuntimeError, match="once"):
         pipeline.run(numbers())
     assert seen == [["b"]] and not pipeline.running_since
+
+
+def test_the_operator_that_runs_is_known_while_it_runs():
+    with running("first"), running("second"):
+        assert running_operator() == "second"
+    assert running_operator() is None

@@ -1,5 +1,8 @@
 """The part of DataProto and verl.protocol that scripts for public verl use and the project itself does not."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -252,6 +255,7 @@ def test_a_batch_whose_tensors_were_popped_keeps_an_empty_container():
     batch = DataProto.from_dict({"x": torch.arange(2)}, {"answer": ["a", "b"]})
     assert batch.pop().batch is None and batch.pop(["x"]).batch["x"].tolist() == [0, 1]
     batch.non_tensor_batch["uid"] = np.array([f"u{i}" for i in range(len(batch.batch))], dtype=object)
+    assert pickle.loads(pickle.dumps(batch)).batch.batch_size == copy.deepcopy(batch).batch.batch_size == (2,)
     repeated = batch.repeat(2)
     assert repeated.batch.batch_size == (4,) and len(repeated[1:].batch) == len(repeated[[0, 3, 3]].batch) == 3
     repeated.batch["y"] = torch.arange(4)
@@ -261,4 +265,5 @@ def test_a_batch_whose_tensors_were_popped_keeps_an_empty_container():
     assert len(batch.select([]).batch) == len(DataProto(TensorDict({}, batch_size=[2])).batch) == 2
     batch.batch = None
     assert batch.batch is None and batch.repeat(2).batch is None and len(batch) == 2
+    assert pickle.loads(pickle.dumps(batch)).batch is None
     assert DataProto.from_dict({}, {"answer": ["a"]}).batch is None

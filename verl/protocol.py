@@ -163,9 +163,10 @@ class DataProto(Rows, Containers):
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickling, which is also the file format. A view is pickled without the rest of its base tensor."""
+        tensors = {k: _own_storage(v.detach()) for k, v in self.tensors.items()}
         return {
             "rows": len(self),
-            "tensors": {k: _own_storage(v.detach()) for k, v in self.tensors.items()},
+            "tensors": None if self.batch is None else tensors,
             "objects": self.non_tensor_batch,
             "facts": self.meta_info,
         }
@@ -175,7 +176,9 @@ class DataProto(Rows, Containers):
 
     @classmethod
     def _from_state(cls, state: dict[str, Any]) -> Self:
-        return cls()._build(state["rows"], state["tensors"], state["objects"], state["facts"])
+        built = cls()._build(state["rows"], state["tensors"] or {}, state["objects"], state["facts"])
+        built._is_emptied = state["tensors"] is not None
+        return built
 
     def save(self, path: str | Path) -> None:
         """Write to a file, atomically."""

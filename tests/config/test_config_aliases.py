@@ -415,3 +415,28 @@ def test_added_settings_of_a_dataset_are_those_of_its_class():
     added = ["+data.kwargs.template=c.jinja", "+data.dataset=amazon"]
     config = load_config(overrides=[*added, "data.custom_cls.path=a.py", "data.custom_cls.name=A"])
     assert config.data.custom_cls.kwargs == {"template": "c.jinja", "dataset": "amazon"}
+    assert load_config(overrides=["+data.image_size=9"]).data.custom_cls.kwargs == {"image_size": 9}
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("+data.train_bach_size=4", "data.train_batch_size"),
+        ("+data.max_promptlength=4", "data.max_prompt_length"),
+        ("async_flow.stalenes=3", "async_flow.staleness"),
+        ("fault_manager.enabled=true", None),
+        ("async_resources.actor_fdw.nnodes=1", None),
+    ],
+)
+def test_a_typo_in_a_key_that_may_be_of_others_is_an_error(override, meant):
+    with pytest.raises(ConfigError, match=f"unknown key; did you mean {meant}" if meant else "unknown key"):
+        load_config(overrides=[override])
+
+
+def test_keys_of_recipes_without_effect_are_named(caplog):
+    keys = ["fault_manager.timeout_rebuild=9", "async_resources.advantage.num_cpus=4", "async_flow.experience_topic=a"]
+    with caplog.at_level("WARNING", "verl.config"):
+        load_config(overrides=keys)
+    assert "ignored: 3 keys without effect here" in caplog.text and all(
+        k.partition("=")[0] in caplog.text for k in keys
+    )

@@ -304,8 +304,11 @@ KERNEL = {
             ),
         )
     },
-    "shared memory without a file": "mmap.mmap(-1, 4096)",
-    "the same with checked flags": "call('mmap', 0, 4096, 3, 0x23, -1, 0)",
+    "much shared memory without a file": "mmap.mmap(-1, 1 << 26)",
+    "the same with checked flags": "call('mmap', 0, 1 << 26, 3, 0x23, -1, 0)",
+    "names of memory": "prctl(0x53564D41, 0, ctypes.addressof(ctypes.create_string_buffer(9999)) & -4096, 4096, b'x')",
+    "its mappings by files": "maps = '/proc/self/map_files'; os.open(f'{maps}/{os.listdir(maps)[0]}', os.O_RDONLY)",
+    "shared huge pages": "call('mmap', 0, 4096, 3, 0x40021, -1, 0)",
     "shared memory of a device": "mmap.mmap(os.open('/dev/zero', os.O_RDWR), 4096)",
     "calls of another architecture": "page = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 7); "
     "page.write(bytes.fromhex('b814000000cd80c3')); "

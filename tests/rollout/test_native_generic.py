@@ -1,6 +1,8 @@
 """Models without fused layers generate with their own modules over the cache of the native engine."""
 
 import asyncio
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from tests.rollout.mixtures import check_experts
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.factory import check_model
+from verl.rollout.native.generic.layers import _clamp_steps
 from verl.rollout.request import SamplingParams, make_requests
 
 BOUND = 2e-5
@@ -224,3 +227,13 @@ def test_settings_that_need_fused_layers_are_refused_by_name():
         NativeRollout(model("olmo3"), forward=object())
     with pytest.raises(ValueError, match="RecurrentGemmaForCausalLM: its layers keep their states themselves"):
         NativeRollout(model("recurrent_gemma", num_hidden_layers=3, lru_width=32)).read()
+
+
+@pytest.mark.parametrize("limit", [(0.0, 0.1), (0.01, math.inf), (0.01, 0.1)])
+def test_step_sizes_have_limits(limit):
+    """They are softplus(column + bias) of the last columns of a projection."""
+    bias, columns = torch.tensor([0.5, -1.0]), torch.linspace(-9, 9, 40).reshape(1, 10, 4)
+    module = SimpleNamespace(time_step_limit=limit, dt_bias=bias)
+    found, softplus = _clamp_steps(module, None, (), columns), torch.nn.functional.softplus
+    assert torch.equal(found[..., :2], columns[..., :2])
+    torch.testing.assert_close(softplus(found[..., 2:] + bias), softplus(columns[..., 2:] + bias).clamp(*limit))

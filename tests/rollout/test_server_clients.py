@@ -361,4 +361,6 @@ def test_5000_requests_without_growth(served):
     asyncio.run(ask(1000))
     (memory, files, threads), _ = resources(), asyncio.run(ask(5000))
     now = resources()
+    print(f"MiB, open files, threads: {(memory, files, threads)} -> {now}")
+    assert not served[0]._batch.is_busy()
     assert now[0] < memory + 50 and now[1] <= files + 2 and now[2] <= threads + 2

@@ -6,18 +6,21 @@ from dataclasses import replace
 import openai
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from examples.quickstart.tiny_model import tiny_model
 from tests.rollout.float64 import float64_logits
 from tests.rollout.test_native_generic import model as module_of
 from verl.cli.serve import load
+from verl.rollout.checks import check_request
 from verl.rollout.native import scheduler
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.request import Completion, Request, SamplingParams
 from verl.server.app import make_app
 from verl.server.http import ServerThread
 from verl.server.protocol import ApiError, read_call
-from verl.server.service import EngineLoop
+from verl.server.service import EngineLoop, bytes_of
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello there"}], "seed": 3, "max_tokens": 24}
 PROMPT = {"model": "tiny", "prompt": "abc de", "max_tokens": 6, "temperature": 0}
@@ -113,6 +116,51 @@ def test_the_prompt_of_a_completion(served):
     assert all(len(entry) == 1 for entry in chat["prompt_logprobs"][1:])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_without_a_response(served, stream):
+    """Clients score texts so."""
+    call = PROMPT | {"max_tokens": 0, "echo": True, "n": 2}
+    if stream:
+        chunks = list(served[2].completions.create(**call, stream=True, stream_options={"include_usage": True}))
+        texts = ["".join(c.text for chunk in chunks for c in chunk.choices if c.index == index) for index in range(2)]
+        assert texts == ["abc de"] * 2 and chunks[-1].usage.completion_tokens == 0
+        return
+    found = served[2].completions.create(**call, logprobs=2)
+    whole = served[2].completions.create(**call | {"max_tokens": 3}, logprobs=2).choices[0].logprobs
+    assert found.usage.completion_tokens == 0 and [c.finish_reason for c in found.choices] == ["length"] * 2
+    for choice in found.choices:
+        assert choice.text == "abc de" and choice.logprobs.tokens == whole.tokens[:-3]
+        assert choice.logprobs.token_logprobs == whole.token_logprobs[:-3]
+        assert choice.logprobs.top_logprobs == whole.top_logprobs[:-3]
+
+
+def byte_level() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    vocab = {name: i for i, name in enumerate([f"<0x{byte:02X}>" for byte in range(256)] + ["a", "b", "é", "<unk>"])}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+@pytest.mark.parametrize("made", [byte_level, byte_fallback])
+def test_bytes_of_tokens_that_are_parts_of_characters(made):
+    text, tokenizer = "naïve – 日本語 🙂\ufffd\n a\tb é", PreTrainedTokenizerFast(tokenizer_object=made())
+    ids = tokenizer(text)["input_ids"]
+    assert bytes(byte for token in ids for byte in bytes_of(tokenizer, token)) == text.encode()
+    assert len(ids) > len(text)  # some are parts
+
+
+def test_bytes_of_a_response(served):
+    entries = entries_of(served[2], False, top_logprobs=3)[2]
+    for entry in [*entries, *(other for each in entries for other in each.top_logprobs)]:
+        assert "\ufffd" in entry.token or bytes(entry.bytes).decode() == entry.token
+
+
 @pytest.mark.parametrize(
     ("is_chat", "call", "param"),
     [
@@ -126,6 +174,8 @@ def test_the_prompt_of_a_completion(served):
         (False, {"prompt_logprobs": 1025}, "prompt_logprobs"),
         (False, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         (False, {"echo": True, "logprobs": 1, "stream": True}, "echo"),
+        (False, {"max_tokens": 0}, "max_tokens"),
+        (True, {"max_tokens": 0}, "max_tokens"),
     ],
 )
 def test_what_is_refused(served, is_chat, call, param):
@@ -151,6 +201,8 @@ def test_an_engine_that_ignores_them(served, monkeypatch):
         return Completion([5, 6], [-1.0, -1.0], "length")
 
     monkeypatch.setattr(served[0], "generate_one", complete)
+    with pytest.raises(ValueError, match=r"top_logprobs and prompt_logprobs are not given by rollout\.name=hf"):
+        check_request("prompt 0", Request([5], SamplingParams(4, (), prompt_logprobs=0), 0), "hf", 99, None, "")
     for name, call in (("top_logprobs", {"logprobs": 2}), ("prompt_logprobs", {"prompt_logprobs": 0})):
         with pytest.raises(openai.BadRequestError, match=f"{name} is not supported by this engine"):
             served[2].completions.create(**PROMPT, extra_body=call)

@@ -8,6 +8,7 @@ import pytest
 from verl.config import ConfigError, load_config, settings_without_effect
 from verl.registry import import_module
 from verl.rollout.base import ROLLOUT_ENGINES
+from verl.rollout.external import import_checked
 from verl.rollout.traits import EngineTraits, built_in_engines, engine_traits
 
 ROLLOUT = "actor_rollout_ref.rollout."
@@ -78,3 +79,10 @@ def test_arguments_have_an_effect_with_the_engine_of_their_name():
         assert notes == ([] if name == "vllm" else [
             f"{ROLLOUT}engine_kwargs.vllm: {{'x': 1}} (dict) has no effect with {ROLLOUT}name={name}"
         ])  # fmt: skip
+
+
+def test_a_package_that_does_not_import_is_named(monkeypatch):
+    """Of another version of torch, say."""
+    monkeypatch.setattr(EngineTraits, "missing_package", lambda self: None)
+    with pytest.raises(ImportError, match=r"rollout\.name=vllm: vLLM .* does not import: No module named 'no_engine'"):
+        import_checked(built_in_engines()["vllm"], "no_engine")

@@ -1,5 +1,6 @@
 """RemoteTensor, with sources that count the rows fetched from them."""
 
+import os
 import pickle
 
 import numpy as np
@@ -57,18 +58,23 @@ def test_rows_are_selected_and_concatenated_without_being_fetched():
 
 
 class Reader(Worker):
+    def __init__(self):
+        self.variable = os.environ["WORKERS_HAVE"]
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def read(self, batch: DataProto, other: DataProto) -> DataProto:
+        assert self.variable == "this"
         assert type(batch.batch["x"]) is type(other.batch["x"]) is torch.Tensor
         return DataProto.from_dict({"x": batch.batch["x"] + other.batch["x"]})
 
 
-def test_a_worker_of_this_process_gets_ordinary_tensors():
-    """`placement.local_roles`: columns of ranks elsewhere are copied once, before the call."""
+def test_a_worker_of_this_process_gets_ordinary_tensors(monkeypatch):
+    """`placement.local_roles`: columns of ranks elsewhere are copied once, before the call; `trainer.worker_env`."""
+    monkeypatch.setenv("WORKERS_HAVE", "")
     a, b = source(0, 3), source(100, 3)
     pools = {"main": [("actor", ResourcePool("main", (2,)))], "local": [("reader", ResourcePool("local", (1,), ()))]}
     specs = dict.fromkeys(("actor", "reader"), WorkerSpec(Reader))
-    with start_pools(pools, specs, lambda roles, pool: {})["reader"] as group:
+    with start_pools(pools, specs, lambda roles, pool: {}, {"WORKERS_HAVE": "this"})["reader"] as group:
         found = group.read(batch_of(a), other=batch_of(b))
     assert torch.equal(found.batch["x"], a.tensors["x"] + b.tensors["x"])
     assert a.fetched == b.fetched == [("x", 3)]

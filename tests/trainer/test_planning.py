@@ -35,6 +35,15 @@ def test_the_plan_has_memory_and_time(settings, capsys):
     assert "s with responses of full length" in printed and "seconds: gen " in printed
 
 
+def test_local_roles_need_memory(settings, on_gpu):
+    on_gpu()
+    further = ["placement.actor_devices=[0]", "placement.critic_devices=[1]"], ["placement.local_roles=[critic]"]
+    runs = [load_config(overrides=[*settings, "trainer.n_gpus_per_node=2", *keys]) for keys in further]
+    apart, local = (planning.estimate(config, ["actor", "critic"]) for config in runs)
+    assert [group.names for group in local.groups] == [("actor",), ("critic",)]
+    assert local.groups[1].peak == apart.groups[1].peak and local.groups[0].peak[1] > 0
+
+
 def test_the_configuration_may_be_the_first_argument(monkeypatch):
     from verl.trainer import main_ppo
 

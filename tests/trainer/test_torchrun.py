@@ -1,5 +1,6 @@
 """Training commands under torchrun: one run, with as many ranks as torchrun started."""
 
+import contextlib
 import json
 import os
 import signal
@@ -11,7 +12,9 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed import DistError, TCPStore
 
+from verl.single_controller.ray import torchrun_nodes
 from verl.single_controller.worker import free_port
 from verl.trainer import sft_trainer
 from verl.trainer.local_trainer import LocalPPOTrainer
@@ -94,6 +97,33 @@ def test_hosts_with_different_numbers_of_ranks_are_refused(command, announce, ca
     announce(WORLD_SIZE="3", LOCAL_WORLD_SIZE="2")
     assert sft_trainer.main(command) == 1
     assert "torchrun started 3 ranks, 2 of them on this host: start the same number" in capsys.readouterr().err
+
+
+def test_another_cluster_than_that_of_the_hosts_is_refused(command, announce, capsys, monkeypatch):
+    announce(WORLD_SIZE="2", LOCAL_WORLD_SIZE="1")
+    monkeypatch.setattr(torchrun_nodes, "run_on_nodes", lambda command, *hosts, **options: command())
+    assert sft_trainer.main([*command, "ray_kwargs.ray_init.address=10.0.0.9:6379"]) == 1
+    refused = "torchrun started processes on 2 hosts, which become a Ray cluster of this run, but {}: remove it"
+    assert refused.format("ray_kwargs.ray_init.address is 10.0.0.9:6379") in capsys.readouterr().err
+    announce(WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", RAY_ADDRESS="10.0.0.9:6379")
+    assert sft_trainer.main(command) == 1
+    assert refused.format("RAY_ADDRESS is 10.0.0.9:6379") in capsys.readouterr().err
+
+
+def test_an_error_of_the_command_is_not_one_of_the_launcher(monkeypatch):
+    """A worker that cannot connect raises the same class as a store that is lost."""
+    monkeypatch.setattr(torchrun_nodes, "_head_node", contextlib.nullcontext)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def command():
+        raise DistError("of a worker")
+
+    with pytest.raises(DistError, match="of a worker"):
+        torchrun_nodes.run_on_nodes(command, 0, 1, ("127.0.0.1", store.port), holds_store=False)
+    assert store.get("verl/status") == b"1"  # the other hosts end
+    monkeypatch.setattr(torchrun_nodes, "_START_LIMIT", 1.0)
+    with pytest.raises(SystemExit, match="host 1 of 2 lost the others"):
+        torchrun_nodes.run_on_nodes(command, 1, 2, ("127.0.0.1", 1), holds_store=False)
 
 
 def test_a_script_that_torchrun_starts_several_times_is_refused(settings, announce):

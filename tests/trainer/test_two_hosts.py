@@ -8,6 +8,7 @@ and iproute2 (`ip`). `make test-hosts` runs these tests.
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -240,7 +241,7 @@ def test_two_hosts_train(hosts, undisturbed):
     assert records(undisturbed)[-1]["critic/rewards/mean"] > records(undisturbed)[0]["critic/rewards/mean"]
 
 
-@pytest.mark.parametrize("seconds", [5, 30])
+@pytest.mark.parametrize("seconds", [5, 20, 30])
 def test_a_short_cut_of_the_link_changes_nothing(hosts, undisturbed, seconds):
     folder, run = after_steps(hosts, f"cut-{seconds}", 30)
     set_link("down")
@@ -260,29 +261,65 @@ def test_a_slow_and_lossy_link_changes_nothing(hosts, undisturbed):
     torch.testing.assert_close(weights(folder, 20), weights(undisturbed, 20), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("seconds", [0, 20])
-def test_torchrun_trains_on_both_hosts(hosts, seconds):
-    """As two processes of one host do, also if the link is cut for a while."""
+@pytest.fixture(scope="module")
+def sft(hosts) -> list[str]:
+    """Settings of 80 steps on two ranks."""
     data = hosts.folder / "sft.jsonl"
     rows = ({"prompt": "abc"[i % 3 :], "response": "cbca"[: 1 + i % 4]} for i in range(64))
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = [f"model.path={hosts.folder}/model", f"data.train_files={data}", "data.train_batch_size=8"]
-    settings += ["trainer.total_epochs=10", "optim.lr=1e-3", "trainer.logger=[console,jsonl]"]
-    alone, folder = hosts.folder / "sft-alone", hosts.folder / f"sft-{seconds}"
-    if not alone.is_dir():
-        command = [sys.executable, "-m", "verl.trainer.sft_trainer", *settings, "trainer.n_gpus_per_node=2"]
-        command.append(f"trainer.default_local_dir={alone}")
-        subprocess.run(command, env=hosts.env, cwd=hosts.folder, check=True, capture_output=True, timeout=300)
+    return [
+        *settings,
+        "trainer.total_epochs=10",
+        "optim.lr=1e-3",
+        "trainer.logger=[console,jsonl]",
+        "trainer.save_freq=20",
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(hosts, sft) -> Path:
+    """The folder of the same run with two processes on one host."""
+    folder = hosts.folder / "sft-alone"
+    command = [sys.executable, "-m", "verl.trainer.sft_trainer", *sft, "trainer.n_gpus_per_node=2"]
+    command.append(f"trainer.default_local_dir={folder}")
+    subprocess.run(command, env=hosts.env, cwd=hosts.folder, check=True, capture_output=True, timeout=300)
+    return folder
+
+
+def assert_equal_training(folder: Path, alone: Path, steps: int = 80) -> None:
+    losses = [[record["train/nll"] for record in records(run)][:steps] for run in (folder, alone)]
+    assert losses[0] == losses[1] and len(losses[0]) == steps
+    torch.testing.assert_close(weights(folder, steps), weights(alone, steps), rtol=0, atol=0)
+
+
+def torchrun_after_steps(hosts: Hosts, name: str, settings: list[str]) -> tuple[Path, list[subprocess.Popen]]:
+    """torchrun on both hosts, after some steps."""
+    folder = hosts.folder / name
     runs = hosts.torchrun(folder, "verl.trainer.sft_trainer", *settings)
+    wait_until(lambda: len(records(folder)) >= 25 or runs[0].poll() is not None, 240)
+    assert runs[0].poll() is None, hosts.log(folder)[-3000:]
+    return folder, runs
+
+
+@pytest.mark.parametrize("seconds", [0, 5, 20, 30])
+def test_torchrun_trains_on_both_hosts(hosts, sft, alone, seconds):
+    """As two processes of one host do, also if the link is cut for a while."""
+    folder, runs = torchrun_after_steps(hosts, f"sft-{seconds}", sft)
     if seconds:
-        wait_until(lambda: len(records(folder)) >= 5 or runs[0].poll() is not None, 240)
         set_link("down")
         time.sleep(seconds)
         set_link("up")
     assert [run.wait(300) for run in runs] == [0, 0], hosts.log(folder)[-3000:]
-    losses = [[record["train/nll"] for record in records(run)] for run in (folder, alone)]
-    assert losses[0] == losses[1] and len(losses[0]) == 80
-    torch.testing.assert_close(weights(folder, 80), weights(alone, 80), rtol=0, atol=0)
+    assert_equal_training(folder, alone)
+
+
+def test_torchrun_over_a_slow_and_lossy_link_changes_nothing(hosts, sft, alone):
+    folder = hosts.folder / "sft-slow"
+    with slow_link(0.1, 0.02):
+        runs = hosts.torchrun(folder, "verl.trainer.sft_trainer", *sft, "trainer.total_training_steps=20")
+        assert [run.wait(600) for run in runs] == [0, 0], hosts.log(folder)[-3000:]
+    assert_equal_training(folder, alone, 20)
 
 
 def kill_worker(hosts: Hosts) -> None:
@@ -297,6 +334,14 @@ def test_a_killed_rank_of_the_other_host_restarts(hosts, undisturbed):
     assert_equal_runs(folder, undisturbed)
 
 
+def test_torchrun_restarts_after_a_killed_rank(hosts, sft, alone):
+    folder, runs = torchrun_after_steps(hosts, "sft-killed", [*sft, "trainer.max_restarts=1"])
+    kill_worker(hosts)
+    assert [run.wait(300) for run in runs] == [0, 0], hosts.log(folder)[-3000:]
+    assert "its process died" in hosts.log(folder)
+    assert_equal_training(folder, alone)
+
+
 def test_hosts_without_a_shared_folder_are_refused(hosts, monkeypatch):
     folder = hosts.folder / "separate"
     folder.mkdir()
@@ -309,6 +354,15 @@ def test_hosts_without_a_shared_folder_are_refused(hosts, monkeypatch):
         subprocess.run(["nsenter", "-m", "-t", raylet, "umount", str(folder)], check=True)
     assert "is not one folder for the whole run" in hosts.log(folder) and "Traceback" not in hosts.log(folder)
     assert not list(folder.glob("global_step_*"))
+
+
+def restart(hosts: Hosts) -> None:
+    """Both hosts, with a link."""
+    set_link("up")
+    for host in HOSTS:
+        for process in hosts.processes(host, ""):
+            process.kill()
+    hosts.start_ray()
 
 
 def cut_for_good(hosts: Hosts) -> None:
@@ -338,14 +392,30 @@ def test_a_lost_node_is_named_and_the_run_resumes(hosts, undisturbed, fault: Cal
     """The last tests: the cluster is started again after each."""
     folder, run = after_steps(hosts, fault.__name__, 30)
     fault(hosts)
-    assert run.wait(300) != 0
+    try:
+        assert run.wait(300) != 0
+    finally:  # for the next test, too
+        restart(hosts)
     log = hosts.log(folder)
     assert message in log and "its process died" not in log, log[-3000:]
-    assert f"the same command resumes from {folder}/global_step_20" in log, log[-3000:]
-    set_link("up")
-    for host in HOSTS:
-        for process in hosts.processes(host, ""):
-            process.kill()
-    hosts.start_ray()
+    assert re.search(rf"the same command resumes from {folder}/global_step_\d+", log), log[-3000:]
     assert hosts.train(folder).wait(300) == 0, hosts.log(folder)[-3000:]
     assert_equal_runs(folder, undisturbed)
+
+
+@pytest.mark.parametrize("fault", [cut_for_good, switch_off])
+def test_torchrun_names_a_lost_host_and_resumes(hosts, sft, alone, fault: Callable[[Hosts], None]):
+    """Both hosts end, and the same command goes on."""
+    folder, runs = torchrun_after_steps(hosts, f"sft-{fault.__name__}", sft)
+    fault(hosts)
+    try:
+        assert all(run.wait(400) != 0 for run in runs), hosts.log(folder)[-3000:]
+    finally:
+        restart(hosts)
+    log = hosts.log(folder)
+    assert f"network fault: {HEAD} cannot reach" in log and "its process died" not in log, log[-3000:]
+    assert fault is switch_off or f"cannot reach {HEAD}" in log, log[-3000:]
+    assert re.search(rf"the same command resumes from {folder}/global_step_\d+", log), log[-3000:]
+    runs = hosts.torchrun(folder, "verl.trainer.sft_trainer", *sft)
+    assert [run.wait(300) for run in runs] == [0, 0], hosts.log(folder)[-3000:]
+    assert_equal_training(folder, alone)

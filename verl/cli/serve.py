@@ -50,7 +50,7 @@ def serve(
     tool_parser: Annotated[str, typer.Option(help="Parser of tool calls: hermes, qwen, llama.")] = "hermes",
     imports: Annotated[list[str] | None, typer.Option(help="File or module to import first; repeatable.")] = None,
     cors_origin: Annotated[list[str] | None, typer.Option(help="Web origin that may call; repeatable.")] = None,
-    shutdown_seconds: Annotated[int, typer.Option(min=0, help="Seconds for running calls when stopped.")] = 30,
+    shutdown_seconds: Annotated[int, typer.Option(min=0, help="Seconds for running calls when stopped.")] = 3,
 ) -> None:
     """Serve MODEL over HTTP with OpenAI's API until SIGINT or SIGTERM."""
     settings = {

@@ -1,5 +1,6 @@
 """Layers of settings -> one value per field: aliases, unknown keys, unsupported keys of public verl, interpolations."""
 
+import difflib
 import os
 import re
 import warnings
@@ -105,7 +106,7 @@ class Reader:
                 self._ignored[key] = setting
             elif removed_section or has_field or upstream_key(key, self.schema.upstream):
                 known.append((key, setting))
-            elif setting.added and (free_key := self._free_setting(key)) and not self._name_of_another(key):
+            elif setting.added and (free_key := self._free_setting(key)) and not self._misspelled(key):
                 known.append((free_key, setting))
             else:
                 self.problems.append(Problem(setting.key, self._unknown(key, setting), setting.location))
@@ -136,6 +137,13 @@ class Reader:
         from verl.config.public.trl import key_of  # only for a key that is not known
 
         return key_of(key.rpartition(".")[2], self.schema.upstream)
+
+    def _misspelled(self, key: str) -> str | None:
+        """The key of the schema that a key nearly is, or that another library calls so."""
+        section, _, name = key.rpartition(".")
+        siblings = [other.rpartition(".")[2] for other in fields_of(self.schema) if other.rpartition(".")[0] == section]
+        near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.85)
+        return self._name_of_another(key) or (f"{section}.{near[0]}" if near else None)
 
     def _free_setting(self, key: str) -> str | None:
         """The key of a parameter of a custom function or class, which a user has added to its section."""
@@ -299,14 +307,10 @@ class Reader:
         if key in sections_of(self.schema):
             return f"found {format_value(setting.value)}, expected a section with the keys {self._keys_below(key)}"
         free_key = self._free_setting(key)
-        if meant := self._name_of_another(key):
-            custom = (
-                f" (a parameter of a custom function of this name: {free_key})" if setting.added and free_key else ""
-            )
-            return f"unknown key; did you mean {meant}?{custom}"
         near = nearest_key(setting.key, [*known, *aliases.names()]) if key == setting.key else nearest_key(key, known)
-        if near:
-            return f"unknown key; did you mean {near}?"
+        if meant := (self._misspelled(key) if setting.added else self._name_of_another(key)) or near:
+            custom = f" (a parameter of a custom function of this name: {free_key})"
+            return f"unknown key; did you mean {meant}?{custom if setting.added and free_key else ''}"
         if free_key:
             return f"unknown key; set a parameter of a custom function or class as {free_key}=... or +{key}=..."
         sections = dict.fromkeys(section for name in known for section in _sections_above(name))  # in schema order

@@ -19,6 +19,7 @@ def check_request(
     max_positions: int | None,
     positions_reason: str,
     images: bool = False,
+    scores: bool = False,
 ) -> list[int]:
     """Check a request.
 
@@ -29,6 +30,7 @@ def check_request(
         max_positions: max length of prompt plus response; None: no limit.
         positions_reason: the cause of `max_positions`.
         images: whether the model of the engine reads images.
+        scores: whether the engine gives log-probs of other tokens than the sampled ones.
 
     Returns:
         The prompt's token ids, as a new list.
@@ -43,6 +45,8 @@ def check_request(
             f"{name}: expected text, found images: rollout.name={engine} runs a text model, or does not support images "
             "of this model, which rollout.name=hf does for every vision-language model"
         )
+    if not scores and (params.top_logprobs or params.prompt_logprobs is not None):
+        raise ValueError(f"{name}: top_logprobs and prompt_logprobs are not given by rollout.name={engine}: use native")
     prompt = _token_ids(f"{name}: prompt_ids", request.prompt_ids)
     if not prompt:
         raise ValueError(f"{name} has no tokens")

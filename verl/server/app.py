@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from verl.rollout.request import PromptLogProbs, TopLogProbs
 from verl.server.protocol import ApiError, Call, read_call
-from verl.server.service import Choice, Conversation, Delta, Generator, Running, ServedModel, SingleCall
+from verl.server.service import Choice, Conversation, Delta, Generator, Running, ServedModel, SingleCall, bytes_of
 
 logger = logging.getLogger("verl.server")
 
@@ -121,19 +121,18 @@ def _log_probs(
     offset: int,
 ) -> dict[str, Any] | None:
     """The log-probs of tokens in OpenAI's form; None without `logprobs`. offset: number of characters before them."""
-    call, decode = running.call, running.model.tokenizer.decode
+    call, tokenizer, decode = running.call, running.model.tokenizer, running.model.tokenizer.decode
     if call.logprobs is None:
         return None
-    texts = [decode([token]) for token in token_ids]
     if call.is_chat:
 
-        def entry(text: str, value: float) -> dict[str, Any]:
-            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+        def entry(token: int, value: float) -> dict[str, Any]:
+            return {"token": decode([token]), "logprob": value, "bytes": bytes_of(tokenizer, token)}
 
-        best = [[entry(decode([token]), value) for token, value in each] for each in top or [()] * len(texts)]
-        every = zip(texts, log_probs, best, strict=True)
+        best = [[entry(*each) for each in others] for others in top or [()] * len(token_ids)]
+        every = zip(token_ids, log_probs, best, strict=True)
         return {"content": [entry(*each) | {"top_logprobs": others} for *each, others in every], "refusal": None}
-    best = None
+    texts, best = [decode([token]) for token in token_ids], None
     if top is not None:  # with the sampled token; of tokens with the same text the most probable one
         every = zip(token_ids, log_probs, top, strict=True)
         both = [each and [*each, (token, value)] for token, value, each in every]

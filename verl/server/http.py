@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 logger = logging.getLogger("verl.server")
 
 #: seconds to finish running calls when the server is stopped
-SHUTDOWN_SECONDS = 30
+SHUTDOWN_SECONDS = 3
 #: seconds to receive the head of the first request of a connection, that of a further one, and its body
 HEAD_SECONDS, KEEP_ALIVE_SECONDS, BODY_SECONDS = 20, 75, 120
 #: seconds in which the rest of a refused request is read and dropped

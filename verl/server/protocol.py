@@ -110,7 +110,7 @@ class Call(BaseModel):
     Attributes:
         is_chat: whether it is a call of /chat/completions.
         n: choices per prompt.
-        max_tokens: maximum response length; None: the server's default.
+        max_tokens: maximum response length; None: the server's default; 0: only the prompt, with `echo`.
         seed: determines the random numbers; None: a new seed.
         stop, stop_token_ids: strings and tokens that end a response, in addition to the model's end tokens.
         return_token_ids: return the token ids of prompt and response.
@@ -240,6 +240,7 @@ class CompletionCall(Call):
     tools: ClassVar[None] = None
 
     echo: StrictBool = False
+    max_tokens: Annotated[int, Field(strict=True, ge=0)] | None = None
 
     prompt: _Text | list[_Text] | list[StrictInt] | list[list[StrictInt]]
     logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -259,6 +260,8 @@ class CompletionCall(Call):
             raise ApiError(400, "prompt: expected at least one token, found an empty prompt", param="prompt")
         if (count := len(self.prompts)) > MAX_CHOICES:
             raise ApiError(400, f"prompt: expected at most {MAX_CHOICES} prompts, found {count}", param="prompt")
+        if self.max_tokens == 0 and not self.echo:
+            raise invalid("max_tokens", "max_tokens=0 needs echo=true, found false: nothing would be returned")
         return self
 
 

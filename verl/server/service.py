@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import secrets
 import time
 import uuid
@@ -9,6 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from verl.agents.chat import reads
 from verl.agents.tools.parsers import TOOL_PARSERS, extract_calls
@@ -76,6 +79,16 @@ def text_of(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str] = ()) 
     reader = ResponseText(tokenizer, stop)
     reader.token_ids = list(token_ids)
     return reader.finish()
+
+
+def bytes_of(tokenizer: Any, token: int) -> list[int]:
+    """The bytes of a token, which may be a part of a character."""
+    text, written = tokenizer.decode([token]), tokenizer.convert_ids_to_tokens(token)
+    alphabet = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level BPE
+    if "\ufffd" in text and (byte := re.fullmatch("<0x([0-9A-F]{2})>", written)):  # of SentencePiece
+        return [int(byte[1], 16)]
+    is_part = "\ufffd" in text and set(written) <= alphabet.keys()
+    return [alphabet[character] for character in written] if is_part else list(text.encode())
 
 
 class Generator(Protocol):
@@ -200,7 +213,8 @@ class ServedModel:
             if name not in self.sampling_keys and (not for_sampled or not asked.pop(name)):
                 raise unsupported(name, f"{name} is not supported by this engine")
         seed = secrets.randbits(63) if call.seed is None else call.seed
-        limit = min(call.max_tokens or self.params.max_tokens, available)
+        length = self.params.max_tokens if call.max_tokens is None else call.max_tokens
+        limit = min(max(length, 1), available)  # engines sample at least one token, which a call without any drops
         try:
             params = replace(self.params, max_tokens=limit, seed=seed, **asked)
         except ValueError as error:
@@ -329,6 +343,7 @@ class Running:
                     yield Delta(index, token_ids, *values, texts[index].feed(token_ids))
                     continue
                 choices[index] = choice = await self._choice(index, completion)
+                completion = choice.completion
                 texts[index].token_ids = self._visible(choice.request, completion)
                 if None not in choices:
                     self.conversation.complete(self.call, sorted(choices, key=lambda c: c.index))
@@ -356,7 +371,7 @@ class Running:
                 loop.call_soon_threadsafe(events.put_nowait, (index, None, *values))
 
         try:
-            request = replace(request, on_tokens=report if progress else None)
+            request = replace(request, on_tokens=report if progress and self.call.max_tokens != 0 else None)
             completion = await self.conversation.generator.generate(request)
         except asyncio.CancelledError:
             events.put_nowait(ApiError(503, "the request was cancelled", code="cancelled"))
@@ -372,6 +387,8 @@ class Running:
         for name in asked if completion.token_ids else ():
             if asked[name] is not None and getattr(completion, name.replace("logprobs", "log_probs")) is None:
                 raise unsupported(name, f"{name} is not supported by this engine")
+        if self.call.max_tokens == 0:
+            completion = replace(completion, token_ids=[], log_probs=[], top_log_probs=[], finish_reason="length")
         text = text_of(self.model.tokenizer, self._visible(request, completion), self._strings(request))
         content, calls = text, []
         if self.call.tools:

@@ -8,9 +8,11 @@
 Models are loaded by `start`, and nothing before it.
 """
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from verl.config import schema
@@ -269,16 +271,19 @@ def start_pools(
     pools: Pools,
     specs: Mapping[str, WorkerSpec],
     start: Callable[[dict[str, WorkerSpec], ResourcePool], Mapping[str, WorkerGroup]],
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, WorkerGroup]:
     """`Cluster.start`: the pools start at the same time, since each takes seconds to import and load.
 
     start: makes the groups of the roles of one pool; those of this process are made here, after the others.
+    env: variables that the workers have; this process gets them with workers.
     """
     arguments = [({role: specs[role] for role, _ in placed}, placed[0][1]) for placed in pools.values()]
     others = [(roles, pool) for roles, pool in arguments if not pool.is_local]
     # of one pool in this thread, where a breakpoint in a worker's constructor is one of this program
     groups = dict(start(*others[0])) if len(others) == 1 else _start_in_threads(others, start)
     if len(others) < len(arguments):
+        os.environ.update(env)
         colocate = load_object("verl.single_controller.local.cluster", "colocate")
         try:
             for roles in (roles for roles, pool in arguments if pool.is_local):

@@ -183,10 +183,11 @@ def compile_filter(signals: bool, attributes: bool) -> bytes:
     rules = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_FAIL | errno.EPERM)))
 
     def add(names: str, action: int, *condition: int) -> None:
-        comparison = _comparison(condition) if condition else _Comparison()
+        comparisons = [_comparison(condition[i : i + 3]) for i in range(0, len(condition), 3)]
+        array = (_Comparison * len(comparisons))(*comparisons)
         for name in names.split():
             number = library.seccomp_syscall_resolve_name(name.encode())
-            arguments = (rules, ctypes.c_uint32(action), number, len(condition) and 1, ctypes.byref(comparison))
+            arguments = (rules, ctypes.c_uint32(action), number, len(comparisons), array)
             if number >= 0 and (error := library.seccomp_rule_add_array(*arguments)):  # < 0: not of this architecture
                 raise OSError(-error, f"libseccomp refuses the rule for {name}")
 

@@ -38,6 +38,8 @@ MEASURE_SECONDS = 0.05  # between two measurements
 #: of one program: processes and threads, open files and pipes (a socket holds up to 0.4 MiB of the kernel's memory),
 #: the same of one process, files and folders
 MOST_TASKS, MOST_OPEN_FILES, MOST_OPEN_FILES_OF_PROCESS, MOST_FILES = 256, 1024, 256, 4096
+MOST_SHARED_BYTES = 1 << 26  # of one mapping without a file (system_calls.yaml)
+MAPPING_BYTES = 256  # of the kernel, for one mapping of a process
 MOST_READ_PROCESSES = 32  # whose shared pages count once: reading them waits for locks of these processes
 _SIGNALS = {128 + number.value: number.name for number in signal.Signals}
 _END_SECONDS = 5.0  # for the supervisor (boot.py) to end the processes that a program has left
@@ -157,7 +159,7 @@ class _Process:
         output: int,
     ):
         self._limits, self._folder, self._descriptor = limits, folder, None
-        self._free_space, _ = _free_space(folder)
+        self._before = _room(folder) if sys.platform == "linux" else ()
         with (
             _input_file(settings) as settings_file,
             _input_file(stdin.encode(errors="replace")) as stdin_file,
@@ -218,9 +220,12 @@ class _Process:
         ways = (False, True) if len(pids) <= MOST_READ_PROCESSES else (False,)
         if all(in_memory + memory_of(pids, shared_once) > memory for shared_once in ways):
             return f"used more than {memory >> 20} MiB together"
-        free, reserve = _free_space(self._folder)
-        if free < min(reserve, self._free_space - memory // 2):  # files without a name that are mapped are not measured
-            return f"ran while the disk of its files had less than {reserve >> 20} MiB of space"
+        disk, shared, host = (before - now > memory // 2 for before, now in zip(self._before, _room(self._folder)))
+        if disk or shared or host:  # others may have it
+            files, shares, mappings = _unmeasured(pids, memory // 2 // MAPPING_BYTES)
+            held = files * self._limits.output_bytes * disk, shares * MOST_SHARED_BYTES * shared
+            if max(*held, mappings * MAPPING_BYTES * host) > memory // 2:
+                return f"held more than {memory // 2 >> 20} MiB of removed files, shared memory or mappings"
         return _host_excess()
 
     def _files_in_memory(self) -> tuple[int, int]:
@@ -317,17 +322,51 @@ def _files_below(folder: str | None) -> tuple[int, int]:
     return count, size
 
 
-def _free_space(folder: str | None) -> tuple[int, int]:
-    """The free bytes of the disk of a folder, and how many of them are kept free. None: no disk."""
-    disk = os.statvfs(folder) if folder else os.statvfs_result((0,) * 10)
-    return disk.f_bavail * disk.f_frsize, min(disk.f_blocks * disk.f_frsize // 32, 1 << 30)
+def _unmeasured(pids: Sequence[int], most_mappings: int) -> tuple[int, int, int]:
+    """Number of the removed files and of the shared memory without a file that processes have open or mapped, and of
+    their mappings, of which the first `most_mappings` are read. Nothing shows what they hold: most of a file may be
+    mapped nowhere, and the kernel needs memory for each mapping."""
+    files, memory, mappings = set(), set(), 0
+    gone = FileNotFoundError, ProcessLookupError  # it has exited or closed it since
+    for pid in pids:
+        with contextlib.suppress(*gone):
+            folder = thread_folder(pid)
+            try:
+                text = (folder / "maps").read_bytes()
+                entries = list(os.scandir(folder / "fd"))
+            except PermissionError:
+                files |= {(pid, number) for number in range(_open_files(pid))}
+                continue
+            mappings += text.count(b"\n")
+            lines = text.split(b"\n") if b" (deleted)\n" in text else ()
+            for parts in (line.split(None, 5) for line in lines if line.endswith(b" (deleted)")):
+                device = os.makedev(*(int(number, 16) for number in parts[3].split(b":")))
+                (memory if parts[5].startswith(b"/dev/zero ") else files).add((device, int(parts[4])))
+            for entry in entries:
+                with contextlib.suppress(*gone):
+                    info = entry.stat()
+                    files |= set() if info.st_nlink or not stat.S_ISREG(info.st_mode) else {(info.st_dev, info.st_ino)}
+        if mappings > most_mappings:
+            break
+    return len(files), len(memory), mappings
+
+
+def _room(folder: str | None) -> tuple[int, int, int]:
+    """Free bytes of the disk of a folder, if it has one; what shared memory leaves, and free bytes, of the host."""
+    disk, memory = os.statvfs(folder) if folder else os.statvfs_result((0,) * 10), _host_memory()
+    return disk.f_bavail * disk.f_frsize, -memory["Shmem"], memory["MemAvailable"]
+
+
+def _host_memory() -> dict[str, int]:
+    """/proc/meminfo, in bytes."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return {name: int(text.split()[0]) << 10 for name, _, text in (line.partition(":") for line in lines)}
 
 
 def _host_excess() -> str | None:
     """The kernel holds buffers, locks and inodes for programs, which are not all measured: a program ends before the
     host is out of memory."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    memory = {name: int(text.split()[0]) << 10 for name, _, text in (line.partition(":") for line in lines)}
+    memory = _host_memory()
     reserve = min(memory["MemTotal"] // 32, 1 << 30)
     if memory["MemAvailable"] >= reserve:
         return None

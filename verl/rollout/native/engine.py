@@ -203,6 +203,8 @@ class NativeRollout(RolloutEngine):
 
     def start(self, params: SamplingParams, rows: list[Row], is_open: bool) -> "SlotScheduler | PagedScheduler":
         """A scheduler with `rows`. is_open: more rows may be added (`extend`)."""
+        if params.prompt_logprobs is not None and self.tp.size > 1:
+            raise ValueError("prompt_logprobs needs the whole model on one device: set tensor_model_parallel_size=1")
         if self.module.device.type == "cuda":
             return self._start_paged(params, rows, is_open)
         slots, width = self._slot_cache(rows).slots, max(row.limit for row in rows)

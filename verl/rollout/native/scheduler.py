@@ -70,7 +70,7 @@ class Row:
         """The row of a request. Raises ValueError that names the request by `index`."""
         limits = decoder.vocab_size, decoder.max_positions, decoder.max_positions_reason
         vision = decoder.vision
-        prompt = check_request(f"prompt {index}", request, "native", *limits, images=vision is not None)
+        prompt = check_request(f"prompt {index}", request, "native", *limits, images=vision is not None, scores=True)
         images = None if vision is None else vision.images_of(prompt, request)
         params = request.params
         return cls(index, prompt, request.sample_id, params.max_tokens, params.seed, params.stop, images)

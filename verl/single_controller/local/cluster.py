@@ -209,7 +209,7 @@ class ProcessCluster:
             return colocate(roles, pool.world_size, **options)
 
         try:
-            self._groups = start_pools(pools, specs, start)
+            self._groups = start_pools(pools, specs, start, self.env)
         except BaseException:
             self.shutdown()
             raise

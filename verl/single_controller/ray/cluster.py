@@ -68,7 +68,7 @@ def prepare_runtime_env(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 REPLACEMENT_SECONDS = 60.0  # for another node to replace a lost one, before a restart uses fewer
 _LOOK_SECONDS = 1.0
-_PROBE_SECONDS = 5.0  # for a host to accept a connection, and to answer
+_CONNECT_SECONDS, _RESPONSE_SECONDS = 5.0, 30.0  # for a head to accept a connection, and to answer: it may be busy
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5)  # what a client of gRPC sends first
 _LOCAL_TIMEOUT = 3.0  # seconds: a local Ray has its resources immediately or never
 _LOCAL_ADVICE = (
@@ -141,7 +141,7 @@ class RayCluster:
             options = {"use_gpu": use_gpu, "timeout": self.timeout, "env": self.env}
             return colocate(roles, pool, placement=reserved[pool], **options)
 
-        self._groups = start_pools(pools, specs, start)
+        self._groups = start_pools(pools, specs, start, self.env)
         return self._groups
 
     def _connect(self) -> None:
@@ -174,40 +174,44 @@ class RayCluster:
             time.sleep(_LOOK_SECONDS)
 
     def _check_address(self) -> str:
-        """The address of the cluster to join. Raises ValueError if nothing listens there, for which Ray waits long."""
-        setting = "ray_kwargs.ray_init.address" if self.settings.get("address") else "RAY_ADDRESS"
-        address = known = self.settings.get("address") or os.environ.get("RAY_ADDRESS") or "auto"
-        if address == "auto" and not ray.is_initialized():
-            with contextlib.suppress(ConnectionError):  # there is none
-                known = services.canonicalize_bootstrap_address("auto", self.settings.get("_temp_dir"))
-        host, _, port = known.rpartition("://")[2].rpartition(":")
-        if port.isdecimal() and host and not ray.is_initialized():
-            try:
-                with socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS) as connection:
-                    if os.environ.get("RAY_USE_TLS", "0") == "0":
-                        connection.sendall(_HTTP2)
-                        if connection.recv(4)[3:] != b"\4":  # the settings of a gRPC server
-                            raise OSError("another service answers")
-            except OSError as error:
-                if address == "auto" and not self.settings.get("address"):
+        """The address of the cluster to join; "local": start one.
+
+        Raises ValueError if no cluster responds at an address that is set, for which Ray waits long. Without one, a
+        cluster that `ray start` has left is gone if nothing, or another service, listens there.
+        """
+        setting, asked = "ray_kwargs.ray_init.address", self.settings.get("address")
+        if not asked:
+            setting, asked = "RAY_ADDRESS", os.environ.get("RAY_ADDRESS")
+        address = known = asked or "auto"
+        if ray.is_initialized():
+            return address
+        try:
+            if address == "auto":
+                known = services.canonicalize_bootstrap_address("auto", self.settings.get("_temp_dir")) or ""
+            host, _, port = known.rpartition("://")[2].rpartition(":")
+            if port.isdecimal() and host:
+                _greet(host.strip("[]"), int(port))
+            elif asked == "auto":
+                raise ConnectionError("none runs on this host")
+        except OSError as error:
+            if not asked and not isinstance(error, TimeoutError):
+                if known != address:
                     logger.warning("the last Ray cluster, %s, is gone (%s): Ray is started for this run", known, error)
-                    return "local"
-                raise ValueError(
-                    f"{setting}={address}: no Ray cluster listens there ({error}): set the address of a cluster that "
-                    f"runs (`ray status --address {known}`), start one (`ray start --head`), or remove {setting}: "
-                    "Ray is then started for this run only"
-                ) from None
+                return "local"
+            cluster = f"{setting}={asked}" if asked else f"the last Ray cluster of this host, {known}"
+            advice = f"remove {setting}" if asked else "run `ray stop`, or set ray_kwargs.ray_init.address=local"
+            raise ValueError(
+                f"{cluster}: no Ray cluster listens there ({error}): set the address of a cluster that runs "
+                f"(`ray status --address {known}`), start one (`ray start --head`), or {advice}: "
+                "Ray is then started for this run only"
+            ) from None
         return address
 
     def _join_or_start(self) -> Mapping[str, Any]:
         """Join a cluster if there is one, otherwise start one that listens on the loopback interface only."""
         address = self._check_address()
         if address != "local":
-            try:
-                return ray.init(**{**self.ray_init, "address": address}).address_info
-            except ConnectionError:
-                if address != "auto" or self.settings.get("address"):
-                    raise
+            return ray.init(**{**self.ray_init, "address": address}).address_info
         with _on_loopback():
             started = ray.init(**{"_node_ip_address": "127.0.0.1", **self.ray_init, "address": "local"}).address_info
         ip = started["node_ip_address"]
@@ -221,6 +225,16 @@ class RayCluster:
         if self._started:
             ray.shutdown()
             self._started, self._can_grow = False, True
+
+
+def _greet(host: str, port: int) -> None:
+    """Raises OSError unless the head of a cluster responds; TimeoutError: it may be busy."""
+    with socket.create_connection((host, port), _CONNECT_SECONDS) as connection, connection.makefile("rb") as file:
+        connection.settimeout(_RESPONSE_SECONDS)
+        if os.environ.get("RAY_USE_TLS", "0") == "0":
+            connection.sendall(_HTTP2)
+            if file.read(4)[3:] != b"\4":  # the settings of a gRPC server
+                raise ConnectionError("another service answers")
 
 
 @contextlib.contextmanager

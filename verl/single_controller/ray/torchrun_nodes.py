@@ -8,22 +8,24 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import secrets
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import IO
 
 from torch.distributed import DistError, TCPStore
 
-from verl.single_controller.worker import free_port
-
 _START_LIMIT = 600.0  # seconds for all hosts to arrive, as in torchrun's own rendezvous
+_CONNECT_LIMIT = 60.0  # for a second connection to the first host
 _STOP_LIMIT = 20.0  # for the nodes to end
 _LOOK_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
@@ -51,52 +53,81 @@ def run_on_nodes(
         SystemExit: a Ray node ended (with what Ray printed), or the other hosts did not arrive within ten minutes.
     """
     limit, is_master = timedelta(seconds=_START_LIMIT), holds_store and host == 0
-    try:
-        store = TCPStore(*store_address, is_master=is_master, wait_for_workers=False, timeout=limit)
-        return _lead(store, command, hosts) if host == 0 else _follow(store, store_address)
-    except DistError as error:
-        raise SystemExit(f"error: host {host} of {hosts} lost the others, or they did not start: {error}") from error
-
-
-def _lead(store: TCPStore, command: Callable[[], int], hosts: int) -> int:
-    # the address at which the others reach this host; its own name may be that of the loopback interface
-    address, port = store.get(_ADDRESS).decode(), free_port()
-    cluster, token = f"{address}:{port}", secrets.token_hex(32)
-    os.environ |= {"RAY_ADDRESS": cluster, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-    with _ray_node(address, "--head", f"--port={port}", "--include-dashboard=false") as node:
-        while not _listens(address, port):
-            node.check()
-            time.sleep(_LOOK_SECONDS)
-        store.set(_CLUSTER, json.dumps([cluster, token]))
+    with contextlib.ExitStack() as stack:
+        try:
+            store = TCPStore(*store_address, is_master=is_master, wait_for_workers=False, timeout=limit)
+            if host > 0:
+                return _follow(store, store_address)
+            stack.enter_context(_head_node(store))
+        except DistError as error:
+            raise SystemExit(
+                f"error: host {host} of {hosts} lost the others, or they did not start: {error}"
+            ) from error
         status = 1
         try:
             status = command()
         finally:
-            with contextlib.suppress(DistError):  # the other hosts are lost
-                store.set(_STATUS, str(status))
-                # their nodes end before the head of the cluster does, and read the store, which this process may hold
-                until = time.monotonic() + _STOP_LIMIT
-                while store.add(_LEFT, 0) < hosts - 1 and time.monotonic() < until:
-                    time.sleep(_LOOK_SECONDS)
+            _dismiss(store, hosts, status)
     return status
+
+
+@contextlib.contextmanager
+def _head_node(store: TCPStore) -> Iterator[None]:
+    """The node of the first host, whose address the others and Ray in this process get."""
+    # the address at which the others reach this host; its own name may be that of the loopback interface
+    address, token = store.get(_ADDRESS).decode(), secrets.token_hex(32)
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    with _ray_node(address, "--head", "--port=0", "--include-dashboard=false") as node:
+        while not (started := re.search(r"--address='(.+?)'", node.printed())):
+            node.check()
+            time.sleep(_LOOK_SECONDS)
+        os.environ["RAY_ADDRESS"] = started[1]
+        store.set(_CLUSTER, json.dumps([started[1], token]))
+        yield
+
+
+def _dismiss(store: TCPStore, hosts: int, status: int) -> None:
+    """End the others: their nodes end before the head does, and read the store, which this process may hold."""
+    with contextlib.suppress(DistError):  # they are lost
+        store.set(_STATUS, str(status))
+        until = time.monotonic() + _STOP_LIMIT
+        while store.add(_LEFT, 0) < hosts - 1 and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
 
 
 def _follow(store: TCPStore, store_address: tuple[str, int]) -> int:
     # the first host handles signals: it may save a checkpoint, for which it needs this node
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by the node
-    with socket.create_connection(store_address) as connection:
+    with socket.create_connection(store_address, _CONNECT_LIMIT) as connection:
         address, head = connection.getsockname()[0], connection.getpeername()[0]
     store.set(_ADDRESS, head)
     cluster, token = json.loads(store.get(_CLUSTER))
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     with _ray_node(address, f"--address={cluster}") as node:
-        while not store.check([_STATUS]):
+        status: Future[int] = Future()
+        threading.Thread(target=_look, args=(store, status), daemon=True).start()
+        while not status.done():
+            if node.poll() is not None:
+                try:
+                    socket.create_connection(store_address, 5).close()
+                except OSError as error:
+                    reason = f"{address} cannot reach {head} ({error}): the link is cut, or the host is down"
+                    raise SystemExit(f"error: network fault: {reason}") from None
             node.check()
             time.sleep(_LOOK_SECONDS)
-        status = int(store.get(_STATUS))
     store.add(_LEFT, 1)
-    return status
+    return status.result()
+
+
+def _look(store: TCPStore, status: Future[int]) -> None:
+    """Wait for the exit status of the command. Over a link that is cut, a call of the store never returns."""
+    try:
+        while not store.check([_STATUS]):
+            time.sleep(_LOOK_SECONDS)
+        status.set_result(int(store.get(_STATUS)))
+    except DistError as error:
+        status.set_exception(error)
 
 
 class _Node(subprocess.Popen):
@@ -117,11 +148,13 @@ class _Node(subprocess.Popen):
             preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
         )
 
+    def printed(self) -> str:
+        return os.pread(self.output.fileno(), 1 << 20, 0).decode(errors="replace")
+
     def check(self) -> None:
         """Raise SystemExit if the node has ended."""
         if self.poll() is not None:
-            self.output.seek(0)
-            raise SystemExit(f"error: the Ray node of this host ended ({self.returncode}):\n{self.output.read()}")
+            raise SystemExit(f"error: the Ray node of this host ended ({self.returncode}):\n{self.printed()}")
 
 
 @contextlib.contextmanager
@@ -140,11 +173,3 @@ def _ray_node(address: str, *options: str) -> Iterator[_Node]:
                 node.wait(_STOP_LIMIT)
             except subprocess.TimeoutExpired:
                 node.kill()
-
-
-def _listens(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), 1).close()
-    except OSError:
-        return False
-    return True

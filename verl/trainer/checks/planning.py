@@ -93,13 +93,12 @@ def estimate(config: schema.Config, names: Sequence[str], device: Device | None 
     """Memory and time of a configuration.
 
     Args:
-        names: its roles with separate workers. Those of placement.local_roles are not counted.
+        names: its roles with separate workers. Those of placement.local_roles have a device of their own.
         device: None: that of this host.
 
     Raises:
         ValueError: a model or an engine that the planner does not model.
     """
-    names = [name for name in names if name not in config.placement.local_roles]
     device = device or host_profile(resolve_device(config.trainer.device))
     job = job_of(config, shapes_of(config, names), names, device.kind == "cuda")
     groups = [(roles, len(numbers)) for roles, numbers in _placed(config, names)]
@@ -108,9 +107,10 @@ def estimate(config: schema.Config, names: Sequence[str], device: Device | None 
 
 
 def _placed(config: schema.Config, names: Sequence[str]) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
-    """[(roles, devices)] of the placement of a configuration, without placement.local_roles."""
-    names = [name for name in names if name not in config.placement.local_roles]
-    return groups_of(config.placement.devices, names, _devices(config))
+    """[(roles, devices)] of the placement of a configuration."""
+    local = tuple(name for name in names if name in config.placement.local_roles)
+    groups = groups_of(config.placement.devices, [name for name in names if name not in local], _devices(config))
+    return [*groups, *([(local, (0,))] if local else [])]
 
 
 def describe_estimate(config: schema.Config, names: Sequence[str], device: Device | None = None) -> str:

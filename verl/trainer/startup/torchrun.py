@@ -25,6 +25,10 @@ _OPTIONAL_VARIABLES = (
     *("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
 )
+_TWO_CLUSTERS = (
+    "torchrun started processes on {} hosts, which become a Ray cluster of this run, but {}: remove it, or start the "
+    "command once, without torchrun, to run it on that cluster"
+)
 #: (hosts, ranks of each) of the command that runs
 _size: ContextVar[tuple[int, int] | None] = ContextVar("hosts and ranks of torchrun", default=None)
 
@@ -61,6 +65,9 @@ class Torchrun:
                 "the same number on each host",
                 file=sys.stderr,
             )
+            return 1
+        if hosts > 1 and (cluster := os.environ.get("RAY_ADDRESS")):
+            print(f"error: {_TWO_CLUSTERS.format(hosts, f'RAY_ADDRESS is {cluster}')}", file=sys.stderr)
             return 1
         store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         is_held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun
@@ -117,6 +124,8 @@ def check_launcher(config: "Schema") -> None:
             f"with `python` and trainer.n_gpus_per_node={group.world_size}; the trainer starts the ranks. (Under "
             "torchrun, run a command of the package, such as `torchrun -m verl.trainer.sft_trainer`)"
         )
+    if size is not None and size[0] > 1 and (cluster := config.ray_kwargs.ray_init.get("address")):
+        raise ValueError(_TWO_CLUSTERS.format(size[0], f"ray_kwargs.ray_init.address is {cluster}"))
     if size is not None and size != (trainer.nnodes, trainer.n_gpus_per_node):
         raise ValueError(
             f"torchrun started {size[1]} ranks on each of {size[0]} hosts, but trainer.n_gpus_per_node is "
