@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.fields import Aliases, Lookup
+from verl.config.public.upstream import upstream_engines
 
 Computed = Callable[[Any, Lookup], dict[str, Any]]
 
 _ARR = "actor_rollout_ref."
 _OPTIM = (_ARR + "actor.optim.", "critic.optim.", "optim.")
+
+#: what `recompute_granularity=selective` can recompute
+RECOMPUTED_MODULES = {"core_attn", "mlp", "moe"}
+
+_ULYSSES = "ulysses_sequence_parallel_size"
 
 _PARALLEL = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
@@ -24,6 +30,19 @@ def _in_transformer_config(section: str) -> dict[str, str]:
     """Keys of a `megatron` section that scripts repeat in its `override_transformer_config`."""
     return {f"{section}.override_transformer_config.{key}": f"{section}.{key}" for key in _PARALLEL}
 
+
+#: section of an engine that public verl has in addition -> its key -> the key of `fsdp_config`
+_OF_OTHER_ENGINES = {
+    "veomni": {"fsdp_size": "fsdp_size", "ulysses_parallel_size": _ULYSSES},
+    "torchtitan": {
+        "data_parallel_shard_size": "fsdp_size",
+        "tensor_parallel_size": "tensor_parallel_size",
+        "context_parallel_size": _ULYSSES,
+    },
+    "engine": {"tp_size": "tensor_parallel_size", "cp_size": _ULYSSES, "ep_size": "expert_parallel_size"},
+}
+for _keys in _OF_OTHER_ENGINES.values():
+    _keys |= {key: key for key in ("param_offload", "optimizer_offload", "expert_parallel_size")}
 
 #: schema -> kind -> name -> field
 _TABLES = tomllib.loads((Path(__file__).parent / "aliases.toml").read_text(encoding="utf-8"))
@@ -84,6 +103,17 @@ def _vllm(value: Any, lookup: Lookup) -> dict[str, Any]:
         if lookup(other) == "vllm":
             raise ValueError(f"false contradicts {other}=vllm; remove one of them")
     return {}
+
+
+def _teacher(section: str) -> Computed:
+    """The teacher of public verl's GKD is one server."""
+    url = "distillation.teacher_models.teacher.server_url"
+    return lambda value, lookup: {url: f"http://{value}:{lookup(section + 'server_port') or 15555}/v1"}
+
+
+def _strategy(key: str) -> Computed:
+    """Engines of public verl that this project lacks decide speed and memory only: `fsdp` takes their place."""
+    return lambda value, lookup: {key: "fsdp" if value in upstream_engines("strategy") else value}
 
 
 def _actor_type(value: Any, lookup: Lookup) -> dict[str, Any]:
@@ -162,6 +192,12 @@ def _rollout_steps(value: Any, lookup: Lookup) -> dict[str, Any]:
     return {"trainer.total_training_steps": _int(value) // batch}
 
 
+def _total_steps(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """The length of the run, but for public verl's fully asynchronous trainer, which counts prompts."""
+    by_prompts = lookup("rollout.total_rollout_steps") is not None
+    return {} if by_prompts else {"trainer.total_training_steps": value}
+
+
 def _rollout_test_freq(value: Any, lookup: Lookup) -> dict[str, Any]:
     """Weight syncs -> steps; -1: never."""
     return {"trainer.test_freq": _int(value) * (_updates(lookup) if _int(value) > 0 else 1)}
@@ -186,16 +222,15 @@ def _importance_cap(value: Any, lookup: Lookup) -> dict[str, Any]:
 
 
 def _trainer_mode(value: Any, lookup: Lookup) -> dict[str, Any]:
-    if value == "sync":
-        return {}
+    if value in ("sync", "colocate_async"):  # generation overlaps training only on separate devices
+        return {} if value == "sync" else {"trainer.async.max_staleness": 0}
     if value == "fully_async":
         section = "trainer.v1.fully_async."
         fraction, updates = lookup(section + "staleness_threshold"), lookup(section + "parameter_sync_step")
         return _ahead(0 if fraction is None else fraction, 1 if updates is None else _int(updates))
     if value != "separate_async":
         raise ValueError(
-            f"found {value!r}: use sync, separate_async or fully_async (trainer.async.max_staleness); generation "
-            "overlaps training only on separate devices"
+            f"found {value!r}: use sync, separate_async or fully_async (trainer.async.max_staleness)"
         )
     ahead = lookup("trainer.v1.separate_async.num_warmup_batches")
     return {"trainer.async.max_staleness": 1 if ahead is None else _int(ahead)}
@@ -206,19 +241,25 @@ def _handled_elsewhere(value: Any, lookup: Lookup) -> dict[str, Any]:
     return {}
 
 
-def _min_lr(section: str) -> Computed:
-    def min_lr(value: Any, lookup: Lookup) -> dict[str, Any]:
+def _fraction_of_lr(section: str, key: str) -> Computed:
+    def fraction(value: Any, lookup: Lookup) -> dict[str, Any]:
         peak = lookup(section + "lr")
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= peak:
             raise ValueError(f"found {value!r}, expected a number from 0 to {section}lr={peak}")
-        return {section + "min_lr_ratio": value / peak if value else 0.0}
+        return {section + key: value / peak if value else 0.0}
 
-    return min_lr
+    return fraction
 
 
 def _steps(key: str) -> Computed:
     """False is never, as -1."""
     return lambda value, lookup: {key: -1 if value is False else value}
+
+
+def _recomputed(section: str) -> Computed:
+    """Modules that cannot be recomputed here keep their activations, which costs memory only."""
+    key = section + "override_transformer_config.recompute_modules"
+    return lambda value, lookup: {key: [name for name in value if name in RECOMPUTED_MODULES]}
 
 
 def _test_freq(value: Any, lookup: Lookup) -> dict[str, Any]:
@@ -231,18 +272,19 @@ def _same(key: str) -> Computed:
     return lambda value, lookup: {key: value}
 
 
-def _megatron_optimizer(section: str) -> dict[str, Computed]:
-    """The keys of an `optim` section that only public verl's Megatron engine reads."""
+def _optimizer(section: str) -> dict[str, Computed]:
+    """The keys of an `optim` section that only some engines of public verl read."""
     return {
         section + "lr_decay_style": _one_of(
             {name: {section + "lr_scheduler_type": name} for name in ("constant", "cosine", "linear")},
             "one of constant, cosine, linear; WSD is lr_scheduler_type=wsd with lr_decay_steps_ratio",
         ),
         section + "optimizer": lambda value, lookup: {
-            section + "optimizer": "AdamW" if value in ("adam", "adamw") else value
+            section + "optimizer": "AdamW" if str(value).lower() in ("adam", "adamw", "fusedadam") else value
         },
         section + "lr_decay_steps": _same(section + "total_training_steps"),
-        section + "min_lr": _min_lr(section),
+        **{section + key: _fraction_of_lr(section, "min_lr_ratio") for key in ("min_lr", "lr_min")},
+        **{section + key: _fraction_of_lr(section, "lr_warmup_init_ratio") for key in ("lr_warmup_init", "lr_start")},
     }
 
 
@@ -253,6 +295,9 @@ def _device(value: Any, lookup: Lookup) -> dict[str, Any]:
 
 _COMPUTED = {
     "trainer.device": _device,
+    **{section + "teacher.server_ip": _teacher(section + "teacher.") for section in ("", _ARR)},
+    **{section + "teacher.server_port": _handled_elsewhere for section in ("", _ARR)},
+    "model_engine": lambda value, lookup: {} if value == "dp" else _strategy(_ARR + "actor.strategy")(value, lookup),
     "placement": _one_of({"auto": {"placement.auto": True}}, f"a section with the keys {_DEVICE_KEYS}, or auto"),
     "trainer.v1.fully_async.staleness_threshold": _handled_elsewhere,
     "trainer.v1.fully_async.parameter_sync_step": _handled_elsewhere,
@@ -278,6 +323,8 @@ _COMPUTED = {
         {"trainer.max_actor_ckpt_to_keep": 1, "trainer.max_critic_ckpt_to_keep": 1}
     ),
     "trainer.test_freq": _test_freq,
+    "trainer.total_training_steps": _total_steps,
+    "trainer.log_val_generations": lambda value, lookup: {"trainer.log_val_generations": 0 if value == -1 else value},
     "trainer.save_freq": _steps("trainer.save_freq"),
     "trainer.v1.separate_async.num_warmup_batches": _handled_elsewhere,
     "data.batch_size_per_gpu": lambda value, lookup: {"data.train_batch_size": _int(value) * _world_size(lookup)},
@@ -295,6 +342,11 @@ _COMPUTED = {
         "reward.reward_model.micro_batch_size",
     )
 }
+_COMPUTED |= {key: _strategy(key) for key in (_ARR + "actor.strategy", _ARR + "ref.strategy", "critic.strategy")}
+_COMPUTED |= {
+    f"{role}.megatron.override_transformer_config.recompute_modules": _recomputed(role + ".megatron.")
+    for role in (_ARR + "actor", _ARR + "ref", "critic")
+}
 _COMPUTED |= {
     f"{role}.megatron.offload.{state}.target": _one_of(
         {target: {f"{role}.megatron.{state}_offload": target == "cpu"} for target in ("none", "cpu")},
@@ -303,12 +355,13 @@ _COMPUTED |= {
     for role in (_ARR + "actor", _ARR + "ref", "critic")
     for state in ("param", "grad", "optimizer")
 }
-_COMPUTED |= _megatron_optimizer(_ARR + "actor.optim.") | _megatron_optimizer("critic.optim.")
+_COMPUTED |= _optimizer(_ARR + "actor.optim.") | _optimizer("critic.optim.")
 
 #: keys that do not accept null, and that are null in the configuration of some release of public verl
 NULL_IS_DEFAULT = {
     "algorithm.filter_groups.metric",
     "algorithm.rollout_correction.rollout_is_threshold",
+    "reward.custom_reward_function.name",
     *(section + "min_lr_ratio" for section in _OPTIM),
     *(section + "lr_warmup_steps" for section in _OPTIM),
 }
@@ -317,8 +370,43 @@ _MEGATRON_SECTIONS = (_ARR + "actor.megatron", _ARR + "ref.megatron", "critic.me
 RL = Aliases(
     {alias: key for section in _MEGATRON_SECTIONS for alias, key in _in_transformer_config(section).items()}
     | _TABLES["rl"]["short"],
-    _TABLES["rl"]["deprecated"],
+    {
+        f"{role}.{name}.{key}": f"{role}.{'fsdp' if role == 'critic' else 'fsdp_config'}.{meant}"
+        for role in (_ARR + "actor", _ARR + "ref", "critic")
+        for name, keys in _OF_OTHER_ENGINES.items()
+        for key, meant in keys.items()
+    }
+    | _TABLES["rl"]["deprecated"],
     _COMPUTED,
+)
+
+
+def _prm_path(value: Any, lookup: Lookup) -> dict[str, Any]:
+    if value != (policy := lookup(_ARR + "model.path")):
+        raise ValueError(f"found {value!r}: the reward model of PRIME starts as a copy of the policy {policy!r}: use it")
+    return {}
+
+
+#: GKD has no advantages: any estimator is that of its settings, whose operator it removes
+GKD = Aliases(
+    RL.short,
+    RL.deprecated,
+    _COMPUTED | {"algorithm.adv_estimator": lambda value, lookup: {"algorithm.adv_estimator": "reinforce_plus_plus"}},
+)
+
+#: PRIME has its reward model in the section `prime`
+PRIME = Aliases(
+    RL.short,
+    _TABLES["prime"] | {"reward_model.model.path": "prime.path", "reward_model.enable": "prime.enable"} | RL.deprecated,
+    _COMPUTED
+    | {
+        "prime.norm": lambda value, lookup: {"prime.batch_norm": value == "batch_norm"},
+        "prime.path": _prm_path,
+        "prime.enable": _handled_elsewhere,
+        "algorithm.adv_estimator": lambda value, lookup: {
+            "algorithm.adv_estimator": "prime" if value == "rloo" else value
+        },
+    },
 )
 
 
@@ -344,17 +432,25 @@ _OF_MEGATRON_SFT = (
 SFT = Aliases(
     short={
         **{f"engine.{key}": f"engine.megatron.{key}" for key in _OF_MEGATRON_SFT},
+        **{
+            f"engine.{key}": f"engine.{meant}"
+            for keys in _OF_OTHER_ENGINES.values()
+            for key, meant in keys.items()
+            if key != meant and key not in _OF_MEGATRON_SFT
+        },
         **_in_transformer_config("engine.megatron"),
         **_TABLES["sft"]["short"],
     },
     deprecated=_TABLES["sft"]["deprecated"],
     computed={
         "trainer.device": _device,
+        "engine.strategy": _strategy("engine.strategy"),
+        "engine.megatron.override_transformer_config.recompute_modules": _recomputed("engine.megatron."),
         "data.multiturn.enable": _chats,
         "data.multiturn.messages_key": _handled_elsewhere,
         "engine.cpu_offload": _cpu_offload,
         "engine.offload_params": _handled_elsewhere,
-        **_megatron_optimizer("optim."),
+        **_optimizer("optim."),
         "data.micro_batch_size": lambda value, lookup: {
             "data.micro_batch_size_per_gpu": max(_int(value) // _world_size(lookup), 1)
         },

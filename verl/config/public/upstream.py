@@ -34,13 +34,11 @@ class UpstreamKey:
         accepted: the values that are accepted and have no effect: of an ignored key, public verl's default.
         instead: the fix; for an ignored key, why no result depends on it.
         ignored: every value is accepted; one that is not in `accepted` is named in a note.
-        needs: name of a key of the same section, without which true is an error, as in public verl.
     """
 
     accepted: tuple[Any, ...]
     instead: str
     ignored: bool = False
-    needs: str | None = None
 
     def accepts(self, value: Any) -> bool:
         """Whether a key with this value is accepted."""
@@ -161,4 +159,4 @@ def _defaults(key: str, entry: Any) -> dict[str, Any]:
 def _read(entry: Mapping[str, Any]) -> UpstreamKey:
     accepted = entry["accept"] if "accept" in entry else [entry["default"]] if "default" in entry else [None]
     reason = entry.get("ignored") or entry["instead"]
-    return UpstreamKey(tuple(accepted), reason, "ignored" in entry, entry.get("needs"))
+    return UpstreamKey(tuple(accepted), reason, "ignored" in entry)
