@@ -79,7 +79,9 @@ class Reader:
         merged = self._merged(computed)
         self.source_of = {key: index for index, layer in enumerate(computed) for key in layer}
         self.notes += ignored_notes(self._ignored, self.schema.upstream)
-        return {key: self._as_declared(key, setting) for key, setting in merged.items() if self._in_schema(key, setting)}
+        return {
+            key: self._as_declared(key, setting) for key, setting in merged.items() if self._in_schema(key, setting)
+        }
 
     def _unset(self, key: str, setting: Setting) -> bool:
         """Whether null means the default: for older names, and for keys that are null in a release of public verl."""
@@ -320,23 +322,30 @@ class Reader:
 
 
 def ignored_notes(ignored: Layer, schema: str | None) -> list[str]:
-    """Return one note that lists the keys without effect whose value is not public verl's default.
+    """Return notes that list the keys without effect whose value is not public verl's default, by the reason.
 
-    More than three keys of one section are listed as the section and their number, and so are all `_target_` keys.
+    Most reasons, such as "speed or memory only", go without saying and share one note. More than three keys of one
+    section are listed as the section and their number, and so are all `_target_` keys.
     """
-    names: dict[str, list[str]] = {}
+    names: dict[str, dict[str, list[str]]] = {}
     for key, setting in ignored.items():
         entry = ignored_key(key, schema, has_field=False)
         if setting.value != REMOVED and not (entry and entry.is_default(setting.value)):
-            annotation = key.rpartition(".")[2] == "_target_"
-            names.setdefault("_target_" if annotation else key.rpartition(".")[0], []).append(setting.key)
-    listed: list[str] = []
-    for section, keys in names.items():
-        several = section == "_target_" or (section and len(keys) > 3)
-        below = "" if section == "_target_" else ".*"
-        listed += [f"{section}{below} ({len(keys)} keys)"] if several else keys
-    count = sum(map(len, names.values()))
-    return [f"ignored: {count} key{'s' * (count > 1)} without effect here: {', '.join(listed)}"] if count else []
+            section, _, name = key.rpartition(".")
+            reason = f": {entry.instead}" if entry and entry.tells_reason else ""
+            names.setdefault(reason, {}).setdefault("_target_" if name == "_target_" else section, []).append(
+                setting.key
+            )
+    notes = []
+    for reason, sections in names.items():
+        listed: list[str] = []
+        for section, keys in sections.items():
+            several = section == "_target_" or (section and len(keys) > 3)
+            below = "" if section == "_target_" else ".*"
+            listed += [f"{section}{below} ({len(keys)} keys)"] if several else keys
+        count = sum(map(len, sections.values()))
+        notes.append(f"ignored: {count} key{'s' * (count > 1)} without effect here: {', '.join(listed)}{reason}")
+    return notes
 
 
 def _reference(value: Any) -> str | None:

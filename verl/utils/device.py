@@ -130,6 +130,22 @@ def get_device_capability(device_id: int = 0) -> tuple[int | None, int | None]:
     return torch.cuda.get_device_capability(device_id) if torch.cuda.is_available() else (None, None)
 
 
+def get_visible_devices_keyword() -> str:
+    """The variable that selects the devices of a process."""
+    return "CUDA_VISIBLE_DEVICES"
+
+
+def get_resource_name() -> str:
+    """Ray's name for the devices."""
+    return "GPU"
+
+
+def set_expandable_segments(enable: bool) -> None:
+    """Let the CUDA allocator grow its segments."""
+    if torch.cuda.is_available():
+        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{enable}")
+
+
 def auto_set_device(config: Any) -> None:
     """Set `trainer.device` to cuda if there is a GPU, unless it is cpu."""
     if torch.cuda.is_available() and config.trainer.device != "cpu":

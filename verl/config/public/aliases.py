@@ -229,9 +229,7 @@ def _trainer_mode(value: Any, lookup: Lookup) -> dict[str, Any]:
         fraction, updates = lookup(section + "staleness_threshold"), lookup(section + "parameter_sync_step")
         return _ahead(0 if fraction is None else fraction, 1 if updates is None else _int(updates))
     if value != "separate_async":
-        raise ValueError(
-            f"found {value!r}: use sync, separate_async or fully_async (trainer.async.max_staleness)"
-        )
+        raise ValueError(f"found {value!r}: use sync, separate_async or fully_async (trainer.async.max_staleness)")
     ahead = lookup("trainer.v1.separate_async.num_warmup_batches")
     return {"trainer.async.max_staleness": 1 if ahead is None else _int(ahead)}
 
@@ -383,7 +381,9 @@ RL = Aliases(
 
 def _prm_path(value: Any, lookup: Lookup) -> dict[str, Any]:
     if value != (policy := lookup(_ARR + "model.path")):
-        raise ValueError(f"found {value!r}: the reward model of PRIME starts as a copy of the policy {policy!r}: use it")
+        raise ValueError(
+            f"found {value!r}: the reward model of PRIME starts as a copy of the policy {policy!r}: use it"
+        )
     return {}
 
 

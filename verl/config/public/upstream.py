@@ -44,6 +44,11 @@ class UpstreamKey:
         """Whether a key with this value is accepted."""
         return self.ignored or self.is_default(value)
 
+    @property
+    def tells_reason(self) -> bool:
+        """Whether a note on the ignored key tells why: most reasons go without saying."""
+        return self.instead not in _content()["plain"]
+
     def is_default(self, value: Any) -> bool:
         """Whether `value` is one of `accepted`. True does not count as 1, nor False as 0."""
         return any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in self.accepted)
