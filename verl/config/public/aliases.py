@@ -12,40 +12,28 @@ from verl.config.public.upstream import upstream_engines
 Computed = Callable[[Any, Lookup], dict[str, Any]]
 
 _ARR = "actor_rollout_ref."
-_OPTIM = (_ARR + "actor.optim.", "critic.optim.", "optim.")
 
 #: what `recompute_granularity=selective` can recompute
 RECOMPUTED_MODULES = {"core_attn", "mlp", "moe"}
 
-_ULYSSES = "ulysses_sequence_parallel_size"
-
-_PARALLEL = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-    *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
-    "use_distributed_optimizer",
-)
-
-
-def _in_transformer_config(section: str) -> dict[str, str]:
-    """Keys of a `megatron` section that scripts repeat in its `override_transformer_config`."""
-    return {f"{section}.override_transformer_config.{key}": f"{section}.{key}" for key in _PARALLEL}
-
-
-#: section of an engine that public verl has in addition -> its key -> the key of `fsdp_config`
-_OF_OTHER_ENGINES = {
-    "veomni": {"fsdp_size": "fsdp_size", "ulysses_parallel_size": _ULYSSES},
-    "torchtitan": {
-        "data_parallel_shard_size": "fsdp_size",
-        "tensor_parallel_size": "tensor_parallel_size",
-        "context_parallel_size": _ULYSSES,
-    },
-    "engine": {"tp_size": "tensor_parallel_size", "cp_size": _ULYSSES, "ep_size": "expert_parallel_size"},
-}
-for _keys in _OF_OTHER_ENGINES.values():
-    _keys |= {key: key for key in ("param_offload", "optimizer_offload", "expert_parallel_size")}
-
 #: schema -> kind -> name -> field
 _TABLES = tomllib.loads((Path(__file__).parent / "aliases.toml").read_text(encoding="utf-8"))
+
+#: section of a model -> its FSDP section
+_ROLES = {_ARR + "actor": _ARR + "actor.fsdp_config", _ARR + "ref": _ARR + "ref.fsdp_config", "critic": "critic.fsdp"}
+
+
+def _of_roles(table: dict[str, Any], roles: dict[str, str]) -> dict[str, Any]:
+    """A table whose names begin with ROLE, for every section of a model; FSDP is its FSDP section."""
+    return {
+        name.replace("ROLE", role): _of_roles(value, {role: fsdp})
+        if isinstance(value, dict)
+        else value.replace("FSDP", fsdp).replace("ROLE", role)
+        if isinstance(value, str)
+        else value
+        for role, fsdp in roles.items()
+        for name, value in table.items()
+    }
 
 
 # ------------------------------------------------------------------------------------------------------ computed values
@@ -76,22 +64,27 @@ def _per_gpu(key: str) -> Computed:
     return per_gpu
 
 
-def _one_of(choices: dict[str, dict[str, Any]], expected: str) -> Computed:
-    """Choices with the settings of each."""
+def _one_of(key: str, choices: dict[str, Any]) -> Computed:
+    """The settings of each value; of any other, `expected` is the error, or it stays."""
 
     def one_of(value: Any, lookup: Lookup) -> dict[str, Any]:
-        if not isinstance(value, str) or value not in choices:
-            raise ValueError(f"found {value!r}, expected {expected}")
-        return choices[value]
+        if isinstance(value, str | int) and str(value) in choices and str(value) != "expected":
+            return choices[str(value)]
+        if "expected" in choices:
+            raise ValueError(f"found {value!r}, expected {choices['expected']}")
+        return {key: value}
 
     return one_of
+
+
+def _values(table: dict[str, Any]) -> dict[str, Computed]:
+    return {key: _one_of(key, choices) for key, choices in table.items()}
 
 
 def _if_true(settings: dict[str, Any]) -> Computed:
     return lambda value, lookup: settings if _bool(value) else {}
 
 
-_DEVICE_KEYS = "actor_devices, rollout_devices, ref_devices, critic_devices, reward_devices, teacher_devices"
 _prox_log_probs = _if_true({_ARR + "actor.old_log_prob_pass": "always"})
 
 
@@ -273,39 +266,22 @@ def _same(key: str) -> Computed:
 def _optimizer(section: str) -> dict[str, Computed]:
     """The keys of an `optim` section that only some engines of public verl read."""
     return {
-        section + "lr_decay_style": _one_of(
-            {name: {section + "lr_scheduler_type": name} for name in ("constant", "cosine", "linear")},
-            "one of constant, cosine, linear; WSD is lr_scheduler_type=wsd with lr_decay_steps_ratio",
-        ),
-        section + "optimizer": lambda value, lookup: {
-            section + "optimizer": "AdamW" if str(value).lower() in ("adam", "adamw", "fusedadam") else value
-        },
         section + "lr_decay_steps": _same(section + "total_training_steps"),
         **{section + key: _fraction_of_lr(section, "min_lr_ratio") for key in ("min_lr", "lr_min")},
         **{section + key: _fraction_of_lr(section, "lr_warmup_init_ratio") for key in ("lr_warmup_init", "lr_start")},
     }
 
 
-def _device(value: Any, lookup: Lookup) -> dict[str, Any]:
-    """Scripts for Ascend NPUs run on NVIDIA GPUs, as in public verl, which takes the device that the host has."""
-    return {"trainer.device": "cuda" if value == "npu" else value}
-
-
 _COMPUTED = {
-    "trainer.device": _device,
     **{section + "teacher.server_ip": _teacher(section + "teacher.") for section in ("", _ARR)},
     **{section + "teacher.server_port": _handled_elsewhere for section in ("", _ARR)},
     "model_engine": lambda value, lookup: {} if value == "dp" else _strategy(_ARR + "actor.strategy")(value, lookup),
-    "placement": _one_of({"auto": {"placement.auto": True}}, f"a section with the keys {_DEVICE_KEYS}, or auto"),
     "trainer.v1.fully_async.staleness_threshold": _handled_elsewhere,
     "trainer.v1.fully_async.parameter_sync_step": _handled_elsewhere,
     _ARR + "actor.model_engine": _same(_ARR + "actor.strategy"),
     _ARR + "actor.use_rollout_log_probs": _rollout_log_probs,
     _ARR + "actor.tis_imp_ratio_cap": _importance_cap,
     _ARR + "actor.use_gpg_loss": _if_true({_ARR + "actor.policy_loss.loss_mode": "gpg"}),
-    _ARR + "rollout.name": lambda value, lookup: {
-        _ARR + "rollout.name": "sglang" if value == "sglang_async" else value
-    },
     "async_training.staleness_threshold": _staleness,
     "async_training.trigger_parameter_sync_step": _sync_step,
     "async_training.require_batches": _require_batches,
@@ -322,7 +298,6 @@ _COMPUTED = {
     ),
     "trainer.test_freq": _test_freq,
     "trainer.total_training_steps": _total_steps,
-    "trainer.log_val_generations": lambda value, lookup: {"trainer.log_val_generations": 0 if value == -1 else value},
     "trainer.save_freq": _steps("trainer.save_freq"),
     "trainer.v1.separate_async.num_warmup_batches": _handled_elsewhere,
     "data.batch_size_per_gpu": lambda value, lookup: {"data.train_batch_size": _int(value) * _world_size(lookup)},
@@ -343,16 +318,9 @@ _COMPUTED = {
 _COMPUTED |= {key: _strategy(key) for key in (_ARR + "actor.strategy", _ARR + "ref.strategy", "critic.strategy")}
 _COMPUTED |= {
     f"{role}.megatron.override_transformer_config.recompute_modules": _recomputed(role + ".megatron.")
-    for role in (_ARR + "actor", _ARR + "ref", "critic")
+    for role in _ROLES
 }
-_COMPUTED |= {
-    f"{role}.megatron.offload.{state}.target": _one_of(
-        {target: {f"{role}.megatron.{state}_offload": target == "cpu"} for target in ("none", "cpu")},
-        "none or cpu; offloading to disk is not supported",
-    )
-    for role in (_ARR + "actor", _ARR + "ref", "critic")
-    for state in ("param", "grad", "optimizer")
-}
+_COMPUTED |= _values(_TABLES["rl"]["values"] | _of_roles(_TABLES["roles"]["values"], _ROLES))
 _COMPUTED |= _optimizer(_ARR + "actor.optim.") | _optimizer("critic.optim.")
 
 #: keys that do not accept null, and that are null in the configuration of some release of public verl
@@ -360,21 +328,12 @@ NULL_IS_DEFAULT = {
     "algorithm.filter_groups.metric",
     "algorithm.rollout_correction.rollout_is_threshold",
     "reward.custom_reward_function.name",
-    *(section + "min_lr_ratio" for section in _OPTIM),
-    *(section + "lr_warmup_steps" for section in _OPTIM),
+    *(f"{role}optim.{key}" for role in (_ARR + "actor.", "critic.", "") for key in ("min_lr_ratio", "lr_warmup_steps")),
 }
 
-_MEGATRON_SECTIONS = (_ARR + "actor.megatron", _ARR + "ref.megatron", "critic.megatron")
 RL = Aliases(
-    {alias: key for section in _MEGATRON_SECTIONS for alias, key in _in_transformer_config(section).items()}
-    | _TABLES["rl"]["short"],
-    {
-        f"{role}.{name}.{key}": f"{role}.{'fsdp' if role == 'critic' else 'fsdp_config'}.{meant}"
-        for role in (_ARR + "actor", _ARR + "ref", "critic")
-        for name, keys in _OF_OTHER_ENGINES.items()
-        for key, meant in keys.items()
-    }
-    | _TABLES["rl"]["deprecated"],
+    _of_roles(_TABLES["roles"]["short"], _ROLES) | _TABLES["rl"]["short"],
+    _of_roles(_TABLES["roles"]["deprecated"], _ROLES) | _TABLES["rl"]["deprecated"],
     _COMPUTED,
 )
 
@@ -421,29 +380,11 @@ def _cpu_offload(value: Any, lookup: Lookup) -> dict[str, Any]:
     return {"engine.offload_policy" if _world_size(lookup) > 1 else "engine.param_offload": True}
 
 
-#: keys of public verl's `engine=megatron`, which replaces the section `engine`
-_OF_MEGATRON_SFT = (
-    *(*_PARALLEL, "grad_offload", "seed", "override_transformer_config.*", "offload.*", "qat.*"),
-    *("use_mbridge", "vanilla_mbridge", "use_dist_checkpointing", "dist_checkpointing_path", "use_megatron_fsdp"),
-    *("use_remove_padding", "pad_bshd_to_minibatch_max"),
-    *("override_ddp_config.*", "override_mcore_model_config.*", "dynamic_context_parallel"),
-)
-
 SFT = Aliases(
-    short={
-        **{f"engine.{key}": f"engine.megatron.{key}" for key in _OF_MEGATRON_SFT},
-        **{
-            f"engine.{key}": f"engine.{meant}"
-            for keys in _OF_OTHER_ENGINES.values()
-            for key, meant in keys.items()
-            if key != meant and key not in _OF_MEGATRON_SFT
-        },
-        **_in_transformer_config("engine.megatron"),
-        **_TABLES["sft"]["short"],
-    },
+    short=_of_roles(_TABLES["roles"]["short"], {"engine": "engine"}) | _TABLES["sft"]["short"],
     deprecated=_TABLES["sft"]["deprecated"],
     computed={
-        "trainer.device": _device,
+        **_values(_of_roles(_TABLES["roles"]["values"], {"engine": "engine"}) | _TABLES["sft"]["values"]),
         "engine.strategy": _strategy("engine.strategy"),
         "engine.megatron.override_transformer_config.recompute_modules": _recomputed("engine.megatron."),
         "data.multiturn.enable": _chats,
