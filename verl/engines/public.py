@@ -106,17 +106,6 @@ def get_fsdp_wrap_policy(module: torch.nn.Module, config: Mapping[str, Any] | No
 # ---- sequence parallelism of one rank: that of more is a setting of the training engine ------------------------------
 
 
-def ulysses_pad(
-    input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, sp_size: int = 1, pad_value: int = 0
-) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """Packed tokens (1, N) and their positions (..., 1, N), padded to a multiple of `sp_size`, and the padding."""
-    pad = -input_ids.shape[1] % sp_size
-    if pad and position_ids is not None:
-        more = torch.arange(pad, device=position_ids.device).expand(*position_ids.shape[:-1], pad)
-        position_ids = torch.cat([position_ids, more], dim=-1)
-    return torch.nn.functional.pad(input_ids, (0, pad), value=pad_value), position_ids, pad
-
-
 def ulysses_pad_and_slice_inputs(
     input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, sp_size: int = 1, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
@@ -129,22 +118,3 @@ def ulysses_pad_and_slice_inputs(
 def gather_outputs_and_unpad(outputs: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
     """The outputs of all ranks: those of this one."""
     return outputs
-
-
-class BaseShardingManager:
-    """A context of a public worker, which leaves weights and batches as they are."""
-
-    def __init__(self, device_mesh: Any = None):
-        if device_mesh is not None and device_mesh.size() > 1:
-            raise ValueError("expected one rank: set actor.ulysses_sequence_parallel_size for more")
-
-    def __enter__(self) -> "BaseShardingManager":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        pass
-
-    def preprocess_data(self, data: Any) -> Any:
-        return data
-
-    postprocess_data = preprocess_data

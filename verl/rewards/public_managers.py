@@ -347,6 +347,15 @@ def create_public_manager(
             f"reward manager {cls.__name__}{inspect.signature(cls)} cannot be constructed: {error}. Passed: "
             f"{', '.join([*passed, *manager_kwargs])} (the last ones from reward.reward_kwargs)"
         ) from error
+    if route := function.route:  # a manager need not call the rules, so a data source without one is no error yet
+
+        def rule_if_any(data_source: str) -> ScoreFunction:
+            try:
+                return route(data_source)
+            except ValueError:
+                return function
+
+        function = replace(function, route=rule_if_any)
     if scores_samples:
         return SingleRewardManager(tokenizer, function, manager=manager, **common, **shared)
     return ColumnsRewardManager(tokenizer, manager, scores_with=function, **common, **shared)

@@ -135,17 +135,6 @@ def get_visible_devices_keyword() -> str:
     return "CUDA_VISIBLE_DEVICES"
 
 
-def get_resource_name() -> str:
-    """Ray's name for the devices."""
-    return "GPU"
-
-
-def set_expandable_segments(enable: bool) -> None:
-    """Let the CUDA allocator grow its segments."""
-    if torch.cuda.is_available():
-        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{enable}")
-
-
 def auto_set_device(config: Any) -> None:
     """Set `trainer.device` to cuda if there is a GPU, unless it is cpu."""
     if torch.cuda.is_available() and config.trainer.device != "cpu":

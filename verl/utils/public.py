@@ -4,7 +4,6 @@ import asyncio
 import functools
 import gc
 import importlib
-import inspect
 import logging
 import os
 import shutil
@@ -166,21 +165,6 @@ def aggressive_empty_cache(force_sync: bool = True, max_retries: int = 3) -> Non
 def ray_noset_visible_devices(env_vars: Mapping[str, str] = os.environ) -> bool:
     """Whether Ray was told to leave the variables of visible devices alone."""
     return any(value for name, value in env_vars.items() if name.startswith("RAY_EXPERIMENTAL_NOSET_"))
-
-
-def auto_await(func: Callable) -> Callable:
-    """Let a coroutine function be awaited by coroutines and called by others, which get its result."""
-
-    @functools.wraps(func)
-    def wrapper(*args, **kwargs) -> Any:
-        running = func(*args, **kwargs)
-        is_awaited = inspect.currentframe().f_back.f_code.co_flags & inspect.CO_COROUTINE
-        if not inspect.iscoroutine(running) or is_awaited:
-            return running
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            return pool.submit(asyncio.run, running).result()
-
-    return wrapper
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------

@@ -242,11 +242,6 @@ def _fraction_of_lr(section: str, key: str) -> Computed:
     return fraction
 
 
-def _steps(key: str) -> Computed:
-    """False is never, as -1."""
-    return lambda value, lookup: {key: -1 if value is False else value}
-
-
 def _recomputed(section: str) -> Computed:
     """Modules that cannot be recomputed here keep their activations, which costs memory only."""
     key = section + "override_transformer_config.recompute_modules"
@@ -255,7 +250,7 @@ def _recomputed(section: str) -> Computed:
 
 def _test_freq(value: Any, lookup: Lookup) -> dict[str, Any]:
     """Scripts of the fully asynchronous trainer set the same number here and in `rollout.test_freq`, which it reads."""
-    return {} if lookup("rollout.test_freq") == value else _steps("trainer.test_freq")(value, lookup)
+    return {} if lookup("rollout.test_freq") == value else {"trainer.test_freq": -1 if value is False else value}
 
 
 def _same(key: str) -> Computed:
@@ -281,7 +276,6 @@ _COMPUTED = {
     _ARR + "actor.model_engine": _same(_ARR + "actor.strategy"),
     _ARR + "actor.use_rollout_log_probs": _rollout_log_probs,
     _ARR + "actor.tis_imp_ratio_cap": _importance_cap,
-    _ARR + "actor.use_gpg_loss": _if_true({_ARR + "actor.policy_loss.loss_mode": "gpg"}),
     "async_training.staleness_threshold": _staleness,
     "async_training.trigger_parameter_sync_step": _sync_step,
     "async_training.require_batches": _require_batches,
@@ -292,13 +286,8 @@ _COMPUTED = {
     "data.train_batch_size": _train_batch_size,
     "data.gen_batch_size": _gen_batch_size,
     "trainer.v1.trainer_mode": _trainer_mode,
-    # of older releases: only the newest checkpoint is kept
-    "trainer.remove_previous_ckpt_in_save": _if_true(
-        {"trainer.max_actor_ckpt_to_keep": 1, "trainer.max_critic_ckpt_to_keep": 1}
-    ),
     "trainer.test_freq": _test_freq,
     "trainer.total_training_steps": _total_steps,
-    "trainer.save_freq": _steps("trainer.save_freq"),
     "trainer.v1.separate_async.num_warmup_batches": _handled_elsewhere,
     "data.batch_size_per_gpu": lambda value, lookup: {"data.train_batch_size": _int(value) * _world_size(lookup)},
     "actor_rollout.use_vllm": _vllm,
@@ -356,15 +345,12 @@ GKD = Aliases(
 #: PRIME has its reward model in the section `prime`
 PRIME = Aliases(
     RL.short,
-    _TABLES["prime"] | {"reward_model.model.path": "prime.path", "reward_model.enable": "prime.enable"} | RL.deprecated,
+    _TABLES["prime"]["deprecated"] | RL.deprecated,
     _COMPUTED
     | {
-        "prime.norm": lambda value, lookup: {"prime.batch_norm": value == "batch_norm"},
         "prime.path": _prm_path,
         "prime.enable": _handled_elsewhere,
-        "algorithm.adv_estimator": lambda value, lookup: {
-            "algorithm.adv_estimator": "prime" if value == "rloo" else value
-        },
+        **_values(_TABLES["prime"]["values"]),
     },
 )
 

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -139,16 +139,6 @@ def prepare_dynamic_batch(
 def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: Sequence[Sequence[int]]) -> torch.Tensor:
     """The rows of micro-batches, one after the other, in the order of the batch."""
     return data[get_reverse_idx([*chain.from_iterable(batch_idx_list)])]
-
-
-def get_group_balanced_partitions(
-    seqlen_list: Sequence[int], uid_list: Sequence[Any], k_partitions: int
-) -> list[list[int]]:
-    """`get_seqlen_balanced_partitions` that leaves the consecutive rows of one prompt together."""
-    groups = [list(rows) for _, rows in groupby(range(len(uid_list)), key=uid_list.__getitem__)]
-    work = calculate_workload(torch.tensor(seqlen_list)).long()
-    parts = get_seqlen_balanced_partitions([int(work[rows].sum()) for rows in groups], k_partitions, equal_size=True)
-    return [sorted(chain.from_iterable(groups[group] for group in part)) for part in parts]
 
 
 # ---- two policies ---------------------------------------------------------------------------------------------------
