@@ -246,7 +246,14 @@ def test_a_process_group_of_one(monkeypatch):
 
 def test_the_settings_of_a_model_folder(tmp_path):
     assert get_generation_config(str(tmp_path / "none")) is None
-    config = Qwen2Config(vocab_size=10, hidden_size=8, num_hidden_layers=2, intermediate_size=16, num_attention_heads=2)
+    config = Qwen2Config(
+        vocab_size=10,
+        hidden_size=8,
+        num_hidden_layers=2,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
     config.eos_token_id = 7
     config.save_pretrained(tmp_path)
     assert get_generation_config(str(tmp_path)).eos_token_id == 7
