@@ -53,7 +53,7 @@ def process_validation_metrics(
     rows: dict[tuple[str, str], list[int]] = defaultdict(list)
     for row, prompt in enumerate(zip(data_sources, sample_uids, strict=True)):
         rows[prompt].append(row)
-    found: dict = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    results: dict = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for (source, _), samples in rows.items():
         predictions = [infos_dict["pred"][row] for row in samples] if "pred" in infos_dict else [None]
         for name, column in infos_dict.items():
@@ -61,13 +61,13 @@ def process_validation_metrics(
             if values and not isinstance(values[0], str):
                 votes = predictions if len(predictions) == len(values) and None not in predictions else None
                 for metric, value in _prompt_metrics(values, votes, seed).items():
-                    found[source][name][metric].append(value)
+                    results[source][name][metric].append(value)
     return {
         source: {
             name: {metric: float(np.mean(each)) for metric, each in metrics.items()}
             for name, metrics in variables.items()
         }
-        for source, variables in found.items()
+        for source, variables in results.items()
     }
 
 
@@ -113,15 +113,15 @@ def rearrange_micro_batches(
     if max_token_len < width:
         raise ValueError(f"max_token_len: expected at least the {width} columns of the batch, found {max_token_len}")
     work, step = calculate_workload(lengths).tolist(), num_batches_divided_by or 1
-    wanted, count = max(min(len(lengths), -(-int(lengths.sum()) // max_token_len)), min_num_micro_batch or 1), 0
-    while wanted > count:
-        count = -(-wanted // step) * step
+    target, count = max(min(len(lengths), -(-int(lengths.sum()) // max_token_len)), min_num_micro_batch or 1), 0
+    while target > count:
+        count = -(-target // step) * step
         parts = get_seqlen_balanced_partitions(work, count, equal_size=False)
-        wanted = count + any(lengths[rows].sum() > max_token_len for rows in parts)
+        target = count + any(lengths[rows].sum() > max_token_len for rows in parts)
         if dp_group is not None and same_micro_num_in_dp and torch.distributed.is_initialized():
-            most = torch.tensor(wanted, device=lengths.device)
+            most = torch.tensor(target, device=lengths.device)
             torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=dp_group)
-            wanted = int(most)
+            target = int(most)
     if use_dynamic_bsz_balance:
         parts.sort(key=lambda rows: (sum(work[row] for row in rows), rows[0]), reverse=True)
         parts = parts[::2][::-1] + parts[1::2]
