@@ -363,9 +363,10 @@ def _with_rule_if_any(function: ScoreFunction) -> ScoreFunction:
         try:
             return route(data_source)
         except ValueError:
-            return function
+            return routed
 
-    return replace(function, route=rule_if_any)
+    routed = replace(function, route=rule_if_any)
+    return routed
 
 
 class IsolatedFunction:
