@@ -236,6 +236,8 @@ def test_a_source_makes_the_batch():
 
 
 def test_a_source_takes_no_batch_and_others_need_one():
+    made = DataFlow([Operator("load", lambda batch: {"y": [1, 2]}, writes="y")]).compile().run()  # with one, too
+    assert (made.columns, len(made)) == (("y",), 2)
     with pytest.raises(ValueError, match=r"first operator 'numbers_of_two' makes the batch itself: call run\(\)"):
         DataFlow([numbers_of_two]).compile().run(numbers())
     with pytest.raises(ValueError, match=r"first operator 'keep' needs a batch: call run\(batch\)"):

@@ -10,14 +10,18 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import GenerationConfig, Qwen2Config
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path, should_save_ckpt_esi
 from verl.utils.config import omega_conf_to_dataclass, update_dict_with_config, validate_config
+from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
+from verl.utils.flops_counter import FlopsCounter
 from verl.utils.fs import local_mkdir_safe
 from verl.utils.fsdp_utils import (
     apply_fsdp2,
     fsdp2_load_full_state_dict,
     fsdp_version,
+    get_fsdp_wrap_policy,
     get_init_weight_context_manager,
     load_fsdp_model_to_gpu,
     load_fsdp_optimizer,
@@ -26,16 +30,20 @@ from verl.utils.fsdp_utils import (
 )
 from verl.utils.import_utils import import_external_libs, load_class_from_fqn
 from verl.utils.logger import log_with_rank
-from verl.utils.model import print_model_size, update_model_config
+from verl.utils.memory_utils import aggressive_empty_cache
+from verl.utils.model import get_generation_config, print_model_size, update_model_config
 from verl.utils.profiler import DistProfiler, DistProfilerExtension, GPUMemoryLogger, ProfilerConfig
+from verl.utils.profiler.performance import reduce_timing
 from verl.utils.py_functional import convert_to_regular_types
-from verl.utils.ray_utils import get_event_loop
+from verl.utils.ray_utils import get_event_loop, ray_noset_visible_devices
 from verl.utils.rollout_trace import rollout_trace_attr
 from verl.utils.seqlen_balancing import calculate_workload
 from verl.utils.torch_dtypes import PrecisionType
 from verl.utils.torch_functional import get_cosine_schedule_with_warmup
+from verl.utils.ulysses import gather_outputs_and_unpad, ulysses_pad_and_slice_inputs
 from verl.workers.config import FSDPOptimizerConfig, RolloutConfig
 
+from verl.single_controller.worker import free_port
 from verl.utils.device import get_device_capability
 
 
@@ -219,3 +227,58 @@ def test_plain_types():
     plain = convert_to_regular_types({"config": config, "pair": (1, config.a)})
     assert plain == {"config": {"a": [{"b": 1}], "c": [{"b": 1}]}, "pair": [1, [{"b": 1}]]}
     assert type(plain["config"]["a"][0]) is dict and type(plain["pair"][1]) is list
+
+
+def test_a_process_group_of_one(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    timings = {"gen": 2.0, "adv": 0.5}
+    assert reduce_timing(timings) is timings
+    assert initialize_global_process_group(60) == (0, 0, 1)
+    try:
+        assert reduce_timing(timings, torch.distributed.ReduceOp.SUM) == timings
+    finally:
+        destroy_global_process_group()
+    assert not torch.distributed.is_initialized()
+    destroy_global_process_group()  # there is none: nothing to do
+
+
+def test_the_settings_of_a_model_folder(tmp_path):
+    assert get_generation_config(str(tmp_path / "none")) is None
+    config = Qwen2Config(
+        vocab_size=10,
+        hidden_size=8,
+        num_hidden_layers=2,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    config.eos_token_id = 7
+    config.save_pretrained(tmp_path)
+    assert get_generation_config(str(tmp_path)).eos_token_id == 7
+    GenerationConfig(eos_token_id=[7, 8]).save_pretrained(tmp_path)
+    assert get_generation_config(str(tmp_path)).eos_token_id == [7, 8]
+    # attention 4 x 8 x 8 and MLP 3 x 8 x 16 in each of 2 layers, and 10 x 8 outputs: 1,360 products for a token, and
+    # 2 x 8 for a pair of tokens in a layer; 3 pairs of 2 tokens; twice the products, three times for an update
+    achieved, peak = FlopsCounter(config).estimate_flops([2], 0.5)
+    assert achieved == pytest.approx(3 * 2 * (2 * 1360 + 3 * 2 * 2 * 8) / 0.5 / 1e12) and peak > 0
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+    policy = get_fsdp_wrap_policy(model, {"transformer_layer_cls_to_wrap": ["Tanh"]})
+    assert [policy(module=part, recurse=False, nonwrapped_numel=0) for part in model] == [False, True]
+    assert get_fsdp_wrap_policy(model) is get_fsdp_wrap_policy(model, {"disable": True}) is None
+    large = get_fsdp_wrap_policy(model, {"min_num_params": 6})
+    assert [large(module=model, recurse=False, nonwrapped_numel=count) for count in (5, 6)] == [False, True]
+    with pytest.raises(ValueError, match="no module of Sequential is one of"):
+        get_fsdp_wrap_policy(model, {"transformer_layer_cls_to_wrap": ["Block"]})
+
+
+def test_one_rank_has_the_whole_sequence(monkeypatch):
+    ids = torch.arange(5)[None]
+    assert ulysses_pad_and_slice_inputs(ids, None, sp_size=1) == (ids, None, 0)
+    assert gather_outputs_and_unpad(ids, gather_dim=0) is ids
+    with pytest.raises(ValueError, match="expected sp_size 1, found 2"):
+        ulysses_pad_and_slice_inputs(ids, None, sp_size=2)
+    aggressive_empty_cache()
+    assert not ray_noset_visible_devices({"X": "1"})
+    assert ray_noset_visible_devices({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"})

@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from verl.config import Problem
+from verl.config.public.aliases import GKD
 from verl.config.schema.ppo import Config
 from verl.dataflow import CONTROLLER, DataFlow, Operator
 from verl.protocol import DataProto
@@ -20,8 +22,13 @@ from verl.trainer.checks.preflight import Recipe
 from verl.trainer.main_ppo import main
 from verl.trainer.ppo_trainer import PPOTrainer
 
-_UNUSED = "reinforce_plus_plus"  # an estimator without critic and groups, whose operator is removed
 SCORES = ("token_level_scores", "token_level_rewards")
+
+
+class GKDConfig(Config):
+    """The root of a GKD configuration."""
+
+    aliases: ClassVar = GKD
 
 
 def check_settings(config: Config) -> Iterator[Problem]:
@@ -30,10 +37,6 @@ def check_settings(config: Config) -> Iterator[Problem]:
     rules = {
         "distillation.enabled": (not config.distillation.enabled, "GKD needs a teacher: use true"),
         "distillation.distillation_loss.use_task_rewards": (loss.use_task_rewards, "GKD has no rewards: use false"),
-        "algorithm.adv_estimator": (
-            algorithm.adv_estimator != _UNUSED,
-            f"GKD has no advantages: leave it at {_UNUSED}",
-        ),
         "algorithm.filter_groups.enable": (algorithm.filter_groups.enable, "GKD has no rewards: use false"),
         "algorithm.use_kl_in_reward": (algorithm.use_kl_in_reward, "GKD has no rewards: use false"),
     }
@@ -59,7 +62,11 @@ class GKDTrainer(PPOTrainer):
     """
 
     recipe = Recipe(
-        "GKD", Path(__file__).with_name("gkd.yaml"), check=check_settings, scores_training=lambda config: False
+        "GKD",
+        Path(__file__).with_name("gkd.yaml"),
+        GKDConfig,
+        check_settings,
+        scores_training=lambda config: False,
     )
 
     def build_flow(self) -> DataFlow:

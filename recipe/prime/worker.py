@@ -1,12 +1,13 @@
 """The settings of PRIME, and the worker of its implicit process reward model (PRM) phi."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from verl.algorithms.prime import prime_loss
 from verl.config import schema
 from verl.config.fields import Section, field, section
+from verl.config.public.aliases import PRIME
 from verl.config.schema.model import CheckpointConfig, EngineConfig, OptimConfig
 from verl.config.schema.ppo import Config
 from verl.engines.base import Objective, Tensors
@@ -61,6 +62,8 @@ class PrimeSection(Section):
 
 class PrimeConfig(Config):
     """The root of a PRIME configuration."""
+
+    aliases: ClassVar = PRIME
 
     prime: PrimeSection = section(PrimeSection, "implicit process reward model")
 

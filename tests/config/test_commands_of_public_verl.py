@@ -73,7 +73,7 @@ def test_the_modules_of_the_commands(published, module):
 
 
 def test_a_recipe_that_does_not_exist_is_one_message():
-    for name in ("recipe.poise.main", "recipe.gkd.fsdp.main_opkd"):
+    for name in ("recipe.poise.main", "recipe.dapo.other.main_dapo"):
         with pytest.raises(ModuleNotFoundError, match=r"does not exist here. The recipes are dapo, .*, sppo; one that"):
             importlib.import_module(name)
     assert importlib.util.find_spec("recipe.sppo.main_sppo") is not None

@@ -71,7 +71,6 @@ def test_configurations_of_upstream_need_no_file(name, selected):
 
 def test_a_configuration_that_is_not_there_or_not_supported(folder):
     for arguments, message in {
-        ("--config-name=ppo_veomni_trainer",): "selects the engine veomni, which is not supported yet: use ppo_tr",
         (f"--config-path={folder}", "--config-name=nothing"): f"there is no nothing.yaml in {folder}",
         (f"--config-path={folder}",): "set --config-name to the name of the file",
     }.items():
@@ -103,11 +102,8 @@ def test_groups_of_sft(tmp_path):
     overrides = ["engine=fsdp", "optim=fsdp", "model=hf_model", "engine.fsdp_size=2", "optim.lr=1e-4"]
     config = load_config(overrides=overrides, schema=SFTConfig)
     assert (config.engine.fsdp_size, config.optim.lr) == (2, 1e-4)
-    (problem,) = refused(overrides=["engine=veomni"], schema=SFTConfig)
-    assert problem == (
-        "engine (override 'engine=veomni'): engine=veomni selects the engine veomni, which is not supported yet: "
-        "use fsdp"
-    )
+    (problem,) = refused(overrides=["engine=other"], schema=SFTConfig)
+    assert problem == "engine (override 'engine=other'): engine=other is not known: use fsdp"
 
 
 @pytest.mark.parametrize(
@@ -127,10 +123,41 @@ def test_groups_that_select_megatron(option, roles):
     assert policy.ref.megatron.tensor_model_parallel_size == config.critic.megatron.tensor_model_parallel_size == 2
 
 
+ENGINES = ["model_engine=torchtitan", "@=ppo_veomni_trainer", "actor@actor_rollout_ref.actor=veomni_actor"]
+ENGINES += ["actor_rollout_ref.actor.strategy=mlite"]
+
+
+@pytest.mark.parametrize("option", ENGINES)
+def test_engines_that_decide_speed_only_are_fsdp(option, caplog):
+    """With the sizes and the schedules of their own sections."""
+    name = "torchtitan" if "titan" in option else "veomni"
+    size = "context_parallel_size" if name == "torchtitan" else "ulysses_parallel_size"
+    sizes = [f"actor_rollout_ref.actor.{name}.{size}=2", "trainer.n_gpus_per_node=2"]
+    actor = load_config(overrides=[option, *sizes, "algorithm.name=grpo"]).actor_rollout_ref.actor
+    assert (actor.strategy, actor.fsdp_config.ulysses_sequence_parallel_size) == ("fsdp", 2)
+    expected = {"torchtitan": "linear"}.get(name, "constant" if "mlite" in option else "cosine")
+    assert actor.optim.lr_scheduler_type == expected
+    assert "sets actor_rollout_ref.actor.strategy: fsdp" in caplog.text
+
+
+def test_other_engines_of_sft():
+    overrides = [
+        "engine=automodel",
+        "optim=automodel",
+        "engine.cp_size=2",
+        "trainer.n_gpus_per_node=2",
+        "optim.lr=1e-4",
+    ]
+    config = load_config(overrides=overrides, schema=SFTConfig)
+    assert (config.engine.strategy, config.engine.ulysses_sequence_parallel_size) == ("fsdp", 2)
+    optim = config.optim
+    assert (optim.lr_scheduler_type, optim.min_lr_ratio, optim.lr_warmup_init_ratio) == ("cosine", 0.01, 0.1)
+
+
 def test_groups_that_select_what_is_not_supported():
-    found = refused(overrides=["actor@actor_rollout_ref.actor=veomni_actor", "rollout=x", "a@b.c=d", "data.sed=1"])
+    found = refused(overrides=["actor@actor_rollout_ref.actor=other_actor", "rollout=x", "a@b.c=d", "data.sed=1"])
     assert [problem.partition("): ")[2] for problem in found] == [
-        "actor=veomni_actor selects the engine veomni, which is not supported yet: use dp_actor or actor",
+        "actor=other_actor is not known: use dp_actor or actor",
         "rollout=x is not known: use rollout",
         "there is no group 'a'",
         "unknown key; did you mean data.seed?",
@@ -162,8 +189,8 @@ def test_what_stands_after_self_wins_over_the_file(tmp_path):
 
 def test_a_defaults_list_that_selects_what_is_not_supported(tmp_path):
     file = tmp_path / "main.yaml"
-    file.write_text("defaults:\n  - model_engine: veomni\n  - _self_\n")
-    assert "model_engine=veomni selects the engine veomni" in refused(file)[0]
+    file.write_text("defaults:\n  - model_engine: other\n  - _self_\n")
+    assert "model_engine=other is not known" in refused(file)[0]
     file.write_text("data: {seed: 1}\ndefaults:\n  - nothing\n")
     assert refused(file)[0].startswith("defaults (main.yaml line 2): nothing is not known")
 

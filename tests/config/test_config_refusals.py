@@ -91,9 +91,8 @@ VALUES = {
     "algorithm.name=dpo": "'dpo' is not an algorithm of this command: run verl dpo --online",
     # not supported
     "data.audio_key=sounds": "audio is not supported",
-    f"{ARR}model.mtp.enable=true": "multi-token prediction is not supported",
+    f"{ARR}model.mtp.enable_train=true": "multi-token prediction is not supported",
     f"{ARR}model.lora.rank=8": "use strategy=fsdp with lora_rank, lora_alpha and target_modules of",
-    "trainer.v1.trainer_mode=colocate_async": "use sync, separate_async or fully_async",
     "trainer.v1.trainer_mode=separate_async": "only on separate devices",
     "async_training.staleness_threshold=-1": "found -1, expected a number of at least 0",
     "async_training.trigger_parameter_sync_step=0": "found 0 updates between two weight syncs, expected at least 1",
@@ -103,7 +102,6 @@ VALUES = {
     "trainer.async.max_staleness=-1": "found -1, expected int >= 0",
     "actor_rollout_ref.hybrid_engine=false": "no separate devices",
     f"{ACTOR}optim.optimizer=SGD": "AdamW8bit",
-    "model_engine=veomni": "selects the engine veomni, which is not supported yet: use dp",
     f"{ARR}ref.megatron.router_replay.mode=R3": "actor.router_replay.mode is for all roles",
     f"{ACTOR}megatron.tensor_model_paralel_size=2": "did you mean",
     f"{ROLLOUT}mtp.enable=true": "remove the key",
@@ -124,10 +122,10 @@ VALUES = {
     "data.suffix=a": "custom function or class as data.custom_cls.kwargs.suffix=...",
     "algorithm.my_temperature=1": "as algorithm.adv_kwargs.my_temperature=...",
     f"{ACTOR}policy_loss.tau_x=1": f"as {ACTOR}policy_loss.loss_kwargs.tau_x=...",
-    "optim.name=muon": f"unknown key (keys of {ACTOR}optim: optimizer, lr, betas, ",
+    "optim.name=muon": f"did you mean {ACTOR}optim.name",
     # no suggestion is better than a wrong one
     **dict.fromkeys(("my_flag=1", "foo.enable=1", "trainer.foo=1", "trainer.gpus=1", "foo.lrx=1"), "unknown key ("),
-    "actor.optim.name=muon": f"unknown key (keys of {ACTOR}optim: optimizer, lr, betas, ",
+    "actor.optim.foreach=true": f"unknown key (keys of {ACTOR}optim: optimizer, lr, betas, ",
     "reward.reward_model.rollout.dtype=float16": "'float16' (str) is not supported: use reward.reward_model.fsdp.dtype",
 }
 
@@ -170,7 +168,6 @@ COMBINATIONS = {
     # the keys of Megatron and of its optimizer
     f"{ACTOR}optim.lr_decay_style=WSD": "expected one of constant, cosine",
     f"{ACTOR}optim.min_lr=1": f"expected a number from 0 to {ACTOR}optim.lr=1e-06",
-    f"{ACTOR}optim.lr_warmup_init=1e-7": "the warmup starts at 0",
     f"{MEGATRON}offload.param.target=disk": "expected none or cpu",
     f"{TRANSFORMER}context_parallel_size=2 {MEGATRON}context_parallel_size=4": "set twice with different values",
     f"{TRANSFORMER}attention_dropout=0.1": "dropout is not supported",
@@ -180,26 +177,16 @@ COMBINATIONS = {
     f"{TRANSFORMER}moe_router_load_balancing_type=seq_aux_loss": "use none or aux_loss",
     f"{TRANSFORMER}moe_expert_capacity_factor=1.0": "not supported by strategy=megatron",
     f"{TRANSFORMER}moe_router_topk=4": "use model.path",
-    f"{TRANSFORMER}pipeline_model_parallel_layout=Et*2tL": "num_layers_in_last_pipeline_stage",
-    f"{MEGATRON}override_ddp_config.grad_reduce_in_fp32=False": "gradients are reduced in fp32",
     f"{ACTOR}router_replay.mode=R3 {ROLLOUT}enable_rollout_routing_replay=true {ROLLOUT}name=hf": (
         "rollout.name=hf does not report the experts that it chooses: use rollout.name=native, or"
     ),
     f"{MEGATRON}router_replay.mode=R3": "enable_rollout_routing_replay=true, or use R2",
-    f"{MEGATRON}use_dist_checkpointing=true": "is not set: remove this key (initial weights are read from model.path",
-    **dict.fromkeys(
-        (f"{MEGATRON}use_dist_checkpointing=true {PATH}={path}" for path in ("null", "\"''\"", "\"'  '\"")),
-        "dist_checkpointing_path is not set: remove this key",
-    ),
     f"model_engine=megatron {ACTOR}optim.optimizer=AdamW8bit": "AdamW8bit is not supported with strategy=megatron",
     f"{FOUR} {TENSOR_PARALLEL}=2 {ACTOR}optim.optimizer=AdamW8bit": "or tensor_parallel_size > 1: use AdamW",
     f"model_engine=megatron {MODEL}lora_rank=8": "does not support LoRA adapters: use strategy=fsdp",
     f"model_engine=megatron {MEGATRON}dtype=float16": "use bf16 or fp32",
     f"model_engine=megatron +{ACTOR}optim.override_optimizer_config.weight_decay=1": (
         "are not supported by strategy=megatron"
-    ),
-    f"model_engine=megatron {TRANSFORMER}recompute_granularity=selective {TRANSFORMER}recompute_modules=[moe_act]": (
-        "cannot be recomputed: use some of"
     ),
     "critic.strategy=megatron critic.megatron.dtype=float16": "critic.megatron.dtype (",
     f"model_engine=megatron {MODEL}freeze_vision_tower=true": f"'{MODEL}{TOWER}",
@@ -226,7 +213,6 @@ OF_SFT = {
     "engine.tensor_parallel_size=3 trainer.n_gpus_per_node=4": "by the model-parallel size 3 (tensor_parallel_size=3)",
     "engine.strategy=megatron model.freeze_vision_tower=true": f"'model.{TOWER}",
     "engine.strategy=megatron model.lora_rank=8": "does not support LoRA",
-    "engine=megatron engine.use_dist_checkpointing=True": "=True'): true, but dist_checkpointing_path is not set",
     "engine=megatron engine.qat.enable=true": "engine.qat.enable=true'): true is not supported",
 }
 
@@ -379,7 +365,6 @@ REGISTERED = {"rollout.name": ["hf", "native"], "strategy": ["fsdp"], "rollout.a
          "are registered in a file of `imports`"),
         (f"{ROLLOUT}name=trtllm", f"{ROLLOUT}name: 'trtllm' is not supported yet: use hf or native"),
         (f"{ACTOR}strategy=vllm", f"{ACTOR}strategy: 'vllm' is a rollout engine, and this key selects the training"),
-        (f"{ACTOR}strategy=veomni", f"{ACTOR}strategy: 'veomni' is not supported yet: use fsdp"),
         (f"{ROLLOUT}agent.default_agent_loop=tool",
          f"{ROLLOUT}agent.default_agent_loop: there is no agent loop 'tool'"),
     ],

@@ -38,6 +38,25 @@ SETS = {
     f"{ACTOR}optim.lr=2e-6 {ACTOR}optim.min_lr=1e-6": {f"{ACTOR}optim.min_lr_ratio": 0.5},
     f"{ACTOR}optim.min_lr=0": {f"{ACTOR}optim.min_lr_ratio": 0.0},
     f"{ACTOR}optim.lr_warmup_steps=null {ACTOR}optim.lr_warmup_init=0.0": {f"{ACTOR}optim.lr_warmup_steps": -1},
+    # the optimizers of other engines
+    f"{ACTOR}optim.lr=2e-6 {ACTOR}optim.lr_warmup_init=1e-6 {ACTOR}optim.min_lr_factor=0.5": {
+        f"{ACTOR}optim.lr_warmup_init_ratio": 0.5,
+        f"{ACTOR}optim.min_lr_ratio": 0.5,
+    },
+    "critic.optim.lr=4e-5 critic.optim.lr_min=1e-5 critic.optim.lr_start=2e-5 critic.optim.optimizer=FusedAdam": {
+        "critic.optim.min_lr_ratio": 0.25,
+        "critic.optim.lr_warmup_init_ratio": 0.5,
+        "critic.optim.optimizer": "AdamW",
+    },
+    f"{TRANSFORMER}recompute_modules=[moe_act,mlp]": {
+        f"{MEGATRON}override_transformer_config.recompute_modules": ["mlp"]
+    },
+    "trainer.v1.trainer_mode=colocate_async": {"trainer.async.max_staleness": 0},
+    "trainer.log_val_generations=-1": {"trainer.log_val_generations": 0},
+    f"""{ACTOR}checkpoint.save_contents="['model']" {REF}megatron.expert_tensor_parallel_size=None""": {
+        f"{ACTOR}checkpoint.save_contents": ["model"],
+        f"{REF}megatron.expert_tensor_parallel_size": None,
+    },
     f"{ACTOR}optim.weight_decay_incr_style=constant {ACTOR}optim.optimizer=adam {ACTOR}optim.lr_wsd_decay_steps=3": {},
     "critic.optim.lr=1e-5 critic.optim.min_lr=1e-5 critic.optim.lr_decay_style=cosine": {
         "critic.optim.min_lr_ratio": 1.0,
@@ -108,6 +127,9 @@ WITHOUT_EFFECT = (
     *(f"{role}profile_ranks=[0]" for role in (ACTOR, REF, CRITIC, ROLLOUT)),
     *(f"{ROLLOUT}{key}" for key in ("enable_expert_parallel=True", "moe_tensor_parallel_size=2", "moe_ep_size=4")),
     f"{ROLLOUT}checkpoint_manager_class=recipe.Manager",
+    *(f"{MEGATRON}{key}" for key in ("use_dist_checkpointing=True", "override_ddp_config.grad_reduce_in_fp32=False")),
+    *(f"{TRANSFORMER}{key}" for key in ("pipeline_model_parallel_layout=Et*2tL", "multi_latent_attention=True")),
+    f"{MODEL}mtp.enable=True",
     *("reward.reward_model.rollout.prompt_length=8192", "reward_model.rollout.max_model_len=9"),
     *("reward_model.inference.response_length=1024", "reward_model.use_reward_loop=True"),
     *(f"{ACTOR}mindspeed.tensor_model_parallel_size=2", f"{MODEL}use_prefix_tree=True", "profile.options.level=1"),

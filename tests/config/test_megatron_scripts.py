@@ -59,8 +59,8 @@ SCRIPTS = {
         +actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_offload_fraction=1
         +actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True""",
         (
-            f"{ACTOR}use_dist_checkpointing: true and dist_checkpointing_path have no effect: initial weights are read",
-            f"{REF}use_dist_checkpointing: true and dist_checkpointing_path have no effect",
+            f"{ACTOR}use_dist_checkpointing, {ACTOR}dist_checkpointing_path, {REF}use_dist_checkpointing",
+            ": initial weights are read from model.path",
             "override_transformer_config.* (6 keys)",
         ),
     ),
@@ -100,13 +100,6 @@ def test_a_public_script_loads(name, caplog):
     assert policy.ref.megatron.expert_model_parallel_size == policy.actor.megatron.expert_model_parallel_size
     notes = "".join([*caplog.messages, *settings_without_effect(config)])
     assert all(key in notes for key in ignored)
-
-
-def test_a_distributed_checkpoint_that_is_not_used_is_no_error(monkeypatch):
-    monkeypatch.setenv("USE_DIST", "true")
-    load_config(None, [f"{ACTOR}use_dist_checkpointing=False", f"{ACTOR}dist_checkpointing_path=null"])
-    with pytest.raises(ConfigError, match="dist_checkpointing_path is not set"):
-        load_config(None, [f"{ACTOR}use_dist_checkpointing=${{oc.decode:${{oc.env:USE_DIST}}}}"])
 
 
 def test_supervised_fine_tuning_has_the_keys_of_the_engine():

@@ -35,6 +35,8 @@ WSD = {"lr_scheduler_type": "wsd", "lr_decay_steps_ratio": 0.4}
         ({"lr_warmup_steps_ratio": 0.25, "total_training_steps": 12}, 99, [0.25, 0.5, 0.75, 1]),
         (COSINE | {"min_lr_ratio": 0.1}, 4, [1, 0.868198, 0.55, 0.231802, 0.1, 0.1]),
         # 1/2, then from 1 to 0.2 in four steps
+        # from a half: 0.5 + 0.5 / 2, then 1
+        ({"lr_warmup_steps": 1, "lr_warmup_init_ratio": 0.5}, 0, [0.75, 1, 1]),
         (LINEAR | {"lr_warmup_steps": 1, "min_lr_ratio": 0.2}, 5, [0.5, 1, 0.8, 0.6, 0.4, 0.2, 0.2]),
         # 1/3, 2/3, then 1 until step 6, and from 1 to 0 in 0.4 x 10 steps
         (WSD | {"lr_warmup_steps": 2}, 10, [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]),

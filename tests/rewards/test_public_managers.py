@@ -352,3 +352,10 @@ def test_equal_scores_alone_are_no_warning(tokenizer, tmp_path, caplog):  # noqa
     with caplog.at_level(logging.WARNING):
         assert manager(make_batch(["a", "b"], ["D", "D"], sources=["cais/mmlu"] * 2)).sum() == 0
     assert not caplog.records
+
+
+def test_a_manager_that_needs_no_rule_scores_any_data_source(tokenizer):  # noqa: F811
+    import_module(EXAMPLE)
+    scored = load_reward_manager(tokenizer, manager="brief", manager_kwargs={"limit": 2}, config=CONFIG)
+    assert scored.compute_score.for_data_source("gsm8k") is not scored.compute_score
+    assert scored.compute_score.for_data_source("my/own") is scored.compute_score  # no error before it is called

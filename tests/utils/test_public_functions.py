@@ -9,7 +9,7 @@ import torch
 from verl import DataProto
 from verl.algorithms import torch_functional as functional
 from verl.rewards import public_scores
-from verl.trainer.ppo import batch_functions
+from verl.trainer.ppo import batch_functions, public_functions
 from verl.utils import balance, device, public
 
 
@@ -176,3 +176,62 @@ def test_timings_and_throughput():
         "perf/time_per_step": 4.0,
         "perf/throughput": 1.0,
     }
+
+
+# ---- what trainers of recipes copy ----------------------------------------------------------------------------------
+
+
+def test_validation_metrics_of_samples():
+    bootstrap = public_functions.bootstrap_metric([1.0, 1.0], 2, [np.max, lambda values: len(values)])
+    assert bootstrap == [(1.0, 0.0), (2.0, 0.0)]
+    votes = [{"pred": p, "val": v} for p, v in (("a", 0.9), ("b", 0.8), ("a", 0.7))]
+    assert public_functions.calc_maj_val(votes, "pred", "val") == 0.9
+    columns = {"score": [0.0, 1.0, 0.5], "text": ["x", "y", "z"], "acc": [None, 1.0, None]}
+    found = public_functions.process_validation_metrics(["d", "d", "e"], ["p", "p", "q"], columns)
+    assert found["e"] == {"score": {"mean@1": 0.5}} and found["d"]["acc"] == {"mean@1": 1.0}
+    score = found["d"]["score"]  # the best of two draws of 0 and 1 is 1 in three of four cases
+    assert (score["mean@2"], score["std@2"]) == (0.5, 0.5)
+    assert score["best@2/mean"] == pytest.approx(0.75, abs=0.04) and score["worst@2/mean"] == pytest.approx(
+        0.25, abs=0.04
+    )
+    seven = public_functions.process_validation_metrics(
+        ["d"] * 7, ["p"] * 7, {"score": [1.0] * 7, "pred": list("aabbccc")}
+    )
+    ns = {name.partition("@")[2] for name in seven["d"]["score"] if name.startswith("maj@")}
+    assert ns == {f"{n}/{kind}" for n in (2, 4, 7) for kind in ("mean", "std")}
+
+
+@pytest.mark.parametrize(
+    ("options", "count"), [({}, 3), ({"num_batches_divided_by": 2}, 4), ({"min_num_micro_batch": 5}, 5)]
+)
+def test_micro_batches_of_at_most_so_many_tokens(options, count):
+    lengths = [6, 5, 4, 3, 3, 2]
+    mask = torch.tensor([[1] * length + [0] * (6 - length) for length in lengths])
+    batch = DataProto.from_dict({"attention_mask": mask, "x": torch.arange(6)}, {"uid": np.array(list("abcdef"))})
+    parts, rows = public_functions.prepare_dynamic_batch(batch, 8, **options)
+    assert len(parts) == count and sorted(row for each in rows for row in each) == list(range(6))
+    assert all(sum(lengths[row] for row in each) <= 8 for each in rows)
+    assert [part.non_tensor_batch["uid"].tolist() for part in parts] == [
+        ["abcdef"[row] for row in each] for each in rows
+    ]
+    merged = torch.cat([part.batch["x"] for part in parts])
+    assert public_functions.restore_dynamic_batch(merged, rows).tolist() == list(range(6))
+    with pytest.raises(ValueError, match="expected at least the 6 columns of the batch, found 5"):
+        public_functions.prepare_dynamic_batch(batch, 5)
+
+
+def test_how_far_two_policies_are_apart():
+    log_probs = {"old_log_probs": [[0.5, 0.2, 0.9]], "rollout_log_probs": [[0.4, 0.4, 0.1]]}
+    tensors = {name: torch.tensor(values).log() for name, values in log_probs.items()}
+    tensors |= {"response_mask": torch.tensor([[1, 1, 0]]), "responses": torch.ones(1, 3, dtype=torch.long)}
+    name = "training/rollout_probs_diff_"
+    batch = DataProto.from_dict(tensors)
+    found = public_functions.calculate_debug_metrics(batch)
+    assert found[name + "valid"] == 1 and found[name + "max"] == pytest.approx(0.2)
+    assert found[name + "mean"] == pytest.approx(0.15) and found[name + "std"] == pytest.approx(0.1 / 2**0.5)
+    settings = {"rollout_is": "token", "rollout_is_threshold": 1.2, "rollout_rs": None}
+    batch, metrics = public_functions.compute_rollout_correction_and_add_to_batch(batch, settings)
+    assert batch.batch["rollout_is_weights"][0, :2].tolist() == pytest.approx([1.2, 0.5])  # 1.25 is cut
+    assert batch.batch["response_mask"].tolist() == [[1, 1, 0]] and "rollout_corr/kl" in metrics
+    batch.batch["response_mask"] = torch.zeros(1, 3, dtype=torch.long)
+    assert public_functions.calculate_debug_metrics(batch)[name + "valid"] == 0

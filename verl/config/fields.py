@@ -281,6 +281,10 @@ class ConfigField:
     def is_string(self) -> bool:
         return all(kind is str or _is_choice(kind) or kind is NoneType for kind in _members(self.annotation))
 
+    @property
+    def takes_string(self) -> bool:
+        return any(kind is str or kind is Any or _is_choice(kind) for kind in _members(self.annotation))
+
     def choices(self) -> list[str]:
         """The allowed strings, if the type is a `Literal` (or a list of one)."""
         kinds = [member for kind in _members(self.annotation) for member in (kind, *get_args(kind))]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
@@ -78,8 +79,10 @@ class Reader:
         computed = [self._computed(layer, merged) for layer in agreed]
         merged = self._merged(computed)
         self.source_of = {key: index for index, layer in enumerate(computed) for key in layer}
-        self._report_ignored(resolved)
-        return {key: self._as_string(key, setting) for key, setting in merged.items() if self._in_schema(key, setting)}
+        self.notes += ignored_notes(self._ignored, self.schema.upstream)
+        return {
+            key: self._as_declared(key, setting) for key, setting in merged.items() if self._in_schema(key, setting)
+        }
 
     def _unset(self, key: str, setting: Setting) -> bool:
         """Whether null means the default: for older names, and for keys that are null in a release of public verl."""
@@ -111,26 +114,6 @@ class Reader:
             else:
                 self.problems.append(Problem(setting.key, self._unknown(key, setting), setting.location))
         return known
-
-    def _report_ignored(self, resolved: Callable[[Setting], Setting | None]) -> None:
-        """Add notes on the ignored keys, and a problem for each that is true without the key that it needs."""
-        plain = dict(self._ignored)
-        for key, setting in self._ignored.items():
-            entry = ignored_key(key, self.schema.upstream, has_field=False)
-            if not entry or not entry.needs or setting.value == REMOVED:
-                continue
-            value, needed_key = resolved(setting), f"{key.rpartition('.')[0]}.{entry.needs}"
-            needed = self._ignored.get(needed_key)
-            if value is None or value.value is not True:
-                continue
-            if needed is None or (needed.value in (None, REMOVED) or not str(needed.value).strip()):
-                message = f"true, but {entry.needs} is not set: remove this key ({entry.instead})"
-                self.problems.append(Problem(setting.key, message, setting.location))
-            else:
-                self.notes.append(f"{setting.key}: true and {entry.needs} have no effect: {entry.instead}")
-                del plain[key]
-                plain.pop(needed_key, None)
-        self.notes += ignored_notes(plain, self.schema.upstream)
 
     def _name_of_another(self, key: str) -> str | None:
         """The key of the schema that another library calls by the last name of `key`."""
@@ -325,29 +308,44 @@ class Reader:
         below = {key[len(start) :].split(".")[0]: None for key in fields_of(self.schema) if key.startswith(start)}
         return ", ".join(below)
 
-    def _as_string(self, key: str, setting: Setting) -> Setting:
-        """A string field takes the value as written, not as YAML reads it (012 is not a number there)."""
-        field = fields_of(self.schema).get(key)
-        converted = isinstance(setting.value, bool | int | float) and setting.text is not None
-        return setting.with_value(setting.text) if field and field.is_string and converted else setting
+    def _as_declared(self, key: str, setting: Setting) -> Setting:
+        """A string field takes the value as written, not as YAML reads it (012 is not a number there).
+
+        Where no string may stand, a list that a script quotes twice ("['model']") is one, and Python's None is null.
+        """
+        field, value = fields_of(self.schema).get(key), setting.value
+        if field and field.is_string and isinstance(value, bool | int | float) and setting.text is not None:
+            return setting.with_value(setting.text)
+        if not field or field.takes_string or not isinstance(value, str):
+            return setting
+        return setting.with_value(None if value == "None" else yaml.safe_load(value) if value[:1] == "[" else value)
 
 
 def ignored_notes(ignored: Layer, schema: str | None) -> list[str]:
-    """Return one note that lists the keys without effect whose value is not public verl's default. More than three keys
-    of one section are listed as the section and their number, and so are all `_target_` keys."""
-    names: dict[str, list[str]] = {}
+    """Return notes that list the keys without effect whose value is not public verl's default, by the reason.
+
+    Most reasons, such as "speed or memory only", go without saying and share one note. More than three keys of one
+    section are listed as the section and their number, and so are all `_target_` keys.
+    """
+    names: dict[str, dict[str, list[str]]] = {}
     for key, setting in ignored.items():
         entry = ignored_key(key, schema, has_field=False)
         if setting.value != REMOVED and not (entry and entry.is_default(setting.value)):
-            annotation = key.rpartition(".")[2] == "_target_"
-            names.setdefault("_target_" if annotation else key.rpartition(".")[0], []).append(setting.key)
-    listed: list[str] = []
-    for section, keys in names.items():
-        several = section == "_target_" or (section and len(keys) > 3)
-        below = "" if section == "_target_" else ".*"
-        listed += [f"{section}{below} ({len(keys)} keys)"] if several else keys
-    count = sum(map(len, names.values()))
-    return [f"ignored: {count} key{'s' * (count > 1)} without effect here: {', '.join(listed)}"] if count else []
+            section, _, name = key.rpartition(".")
+            reason = f": {entry.instead}" if entry and entry.tells_reason else ""
+            names.setdefault(reason, {}).setdefault("_target_" if name == "_target_" else section, []).append(
+                setting.key
+            )
+    notes = []
+    for reason, sections in names.items():
+        listed: list[str] = []
+        for section, keys in sections.items():
+            several = section == "_target_" or (section and len(keys) > 3)
+            below = "" if section == "_target_" else ".*"
+            listed += [f"{section}{below} ({len(keys)} keys)"] if several else keys
+        count = sum(map(len, sections.values()))
+        notes.append(f"ignored: {count} key{'s' * (count > 1)} without effect here: {', '.join(listed)}{reason}")
+    return notes
 
 
 def _reference(value: Any) -> str | None:

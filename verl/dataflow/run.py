@@ -236,7 +236,7 @@ def _batch_after(op: Operator, current: DataProto | None, op_input: OperatorInpu
         expected = f"the columns {list(op.writes)}" if op.writes else "a batch"
         raise DataProtoValidationError(f"expected {expected}, found None")
     adds = result is None or bool(op.writes) or (isinstance(result, Mapping) and op.on is None)
-    replaces = current is None or not adds
+    replaces = current is None or not adds or not (len(current) or current.columns)  # no batch yet
     if replaces and op.on is not None and op_input is not None:
         returned = "HOLD" if result is HOLD else "another batch"
         raise DataProtoValidationError(

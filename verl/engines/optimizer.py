@@ -136,7 +136,7 @@ def lr_multiplier(optim: schema.OptimConfig, total_training_steps: int = -1) -> 
     """
     total = optim.total_training_steps if optim.total_training_steps > 0 else total_training_steps
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else max(0, int(optim.lr_warmup_steps_ratio * total))
-    name = optim.lr_scheduler_type
+    name, init = optim.lr_scheduler_type, optim.lr_warmup_init_ratio
     start = total - max(1, round(optim.lr_decay_steps_ratio * total)) if name == "wsd" else warmup
     if name != "constant" and not warmup <= start < total:
         raise ValueError(
@@ -146,7 +146,7 @@ def lr_multiplier(optim: schema.OptimConfig, total_training_steps: int = -1) -> 
 
     def factor(step: int) -> float:
         if step < warmup:
-            return (step + 1) / (warmup + 1)
+            return init + (1 - init) * (step + 1) / (warmup + 1)
         if name == "constant":
             return 1.0
         progress = min(1.0, max(0, step - start) / (total - start))

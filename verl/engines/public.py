@@ -1,5 +1,6 @@
 """Helpers for models that a program shards itself with FSDP2, under the names of public verl."""
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from verl.engines.memory import HOST, move_optimizer
 from verl.utils.device import get_device_id
@@ -77,3 +79,42 @@ def fsdp2_load_full_state_dict(
         model.to(HOST)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(get_device_id())
+
+
+def init_fn(module: torch.nn.Module) -> torch.nn.Module:
+    """`param_init_fn` of FullyShardedDataParallel: ranks but the first make room for the weights that it sends."""
+    return module.to_empty(device=get_device_id(), recurse=False) if torch.distributed.get_rank() else module
+
+
+def get_fsdp_wrap_policy(module: torch.nn.Module, config: Mapping[str, Any] | None = None) -> Callable | None:
+    """`auto_wrap_policy` of FullyShardedDataParallel: parts above `min_num_params`, or the layers of the model.
+
+    config: `disable`, `min_num_params`, and `transformer_layer_cls_to_wrap`, names of the layers' classes.
+    """
+    settings = dict(config or {})
+    if settings.get("disable"):
+        return None
+    if smallest := settings.get("min_num_params"):
+        return functools.partial(size_based_auto_wrap_policy, min_num_params=smallest)
+    names = settings.get("transformer_layer_cls_to_wrap") or getattr(module, "_no_split_modules", None) or ()
+    layers = {type(part) for part in module.modules() if type(part).__name__ in names}
+    if names and not layers:
+        raise ValueError(f"transformer_layer_cls_to_wrap: no module of {type(module).__name__} is one of {[*names]}")
+    return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layers) if layers else None
+
+
+# ---- sequence parallelism of one rank: that of more is a setting of the training engine ------------------------------
+
+
+def ulysses_pad_and_slice_inputs(
+    input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, sp_size: int = 1, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """The tokens of this rank. ValueError for more than one."""
+    if sp_size != 1:
+        raise ValueError(f"expected sp_size 1, found {sp_size}: set actor.ulysses_sequence_parallel_size instead")
+    return input_ids, position_ids, 0
+
+
+def gather_outputs_and_unpad(outputs: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """The outputs of all ranks: those of this one."""
+    return outputs

@@ -173,7 +173,7 @@ class TorchEngine(TrainEngine):
                     share = take_rows(columns, rows)
                     outputs = self._forward(share, plan, objective.needs, temperature, media)
                     share = {name: to_device(values, self.device) for name, values in share.items()}
-                    loss, metrics = objective.loss(outputs, share)
+                    loss, metrics = objective.loss(outputs, share)  # verl/algorithms: policy_losses, losses
                     self.sharding.scale_loss(loss).backward()
                     losses.append(loss.detach())
                     sums.add(metrics, rows=len(rows))

@@ -329,8 +329,8 @@ class DAPORewardManager(NaiveRewardManager):
 
     Args:
         max_resp_len: Maximum response length in tokens; required if the buffer is enabled.
-        overlong_buffer: {"enable": bool, "len": int, "penalty_factor": float, "log": bool}. `log` adds the extra values
-            "overlong_reward" and "overlong".
+        overlong_buffer: {"enable": bool, "len": int, "penalty_factor": float, "log": bool}. len None: a fifth of
+            max_resp_len. `log` adds the extra values "overlong_reward" and "overlong".
         *args, **kwargs: Arguments of RewardManager.
     """
 
@@ -350,6 +350,8 @@ class DAPORewardManager(NaiveRewardManager):
         self.enabled, self.log = bool(buffer["enable"]), bool(buffer["log"])
         self.buffer_len, self.penalty_factor = buffer["len"], float(buffer["penalty_factor"])
         self.max_resp_len = max_resp_len
+        if self.buffer_len is None and max_resp_len is not None:
+            self.buffer_len = max(1, max_resp_len // 5)
         if self.enabled and not (max_resp_len is not None and 0 < self.buffer_len <= max_resp_len):
             fix = "reward.reward_kwargs.max_resp_len=${data.max_response_length}"
             if max_resp_len is not None:

@@ -338,9 +338,26 @@ def create_public_manager(
             f"reward manager {cls.__name__}{inspect.signature(cls)} cannot be constructed: {error}. Passed: "
             f"{', '.join([*passed, *manager_kwargs])} (the last ones from reward.reward_kwargs)"
         ) from error
+    function = _with_rule_if_any(function)
     if scores_samples:
         return SingleRewardManager(tokenizer, function, manager=manager, **common, **shared)
     return ColumnsRewardManager(tokenizer, manager, scores_with=function, **common, **shared)
+
+
+def _with_rule_if_any(function: ScoreFunction) -> ScoreFunction:
+    """Let data sources without a rule through: a manager of public verl need not call the rules."""
+    route = function.route
+    if route is None:
+        return function
+
+    def rule_if_any(data_source: str) -> ScoreFunction:
+        try:
+            return route(data_source)
+        except ValueError:
+            return routed
+
+    routed = replace(function, route=rule_if_any)
+    return routed
 
 
 class IsolatedFunction:

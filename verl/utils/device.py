@@ -126,6 +126,11 @@ def get_device_capability(device_id: int = 0) -> tuple[int | None, int | None]:
     return torch.cuda.get_device_capability(device_id) if torch.cuda.is_available() else (None, None)
 
 
+def get_visible_devices_keyword() -> str:
+    """The variable that selects the devices of a process."""
+    return "CUDA_VISIBLE_DEVICES"
+
+
 def auto_set_device(config: Any) -> None:
     """Set `trainer.device` to cuda if there is a GPU, unless it is cpu."""
     if torch.cuda.is_available() and config.trainer.device != "cpu":

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import importlib
 import logging
 import os
@@ -11,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequen
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from verl.utils.device import resolve_dtype
+from verl.utils.device import get_device_id, resolve_dtype
 from verl.utils.paths import expanded
 
 # ---- dtypes ---------------------------------------------------------------------------------------------------------
@@ -105,6 +107,64 @@ def get_cosine_schedule_with_warmup(
 
     shape = (num_warmup_steps, num_training_steps, num_cycles, last_epoch)
     return schedule(optimizer, *shape, min_lr_rate=min_lr_ratio or 0.0)
+
+
+def get_generation_config(model: str, trust_remote_code: bool = False) -> Any:
+    """The generation settings of a model's folder or Hub id, or those of its configuration; None: it has neither."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(model)
+    except OSError:
+        pass
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except OSError:
+        return None
+    return GenerationConfig.from_model_config(config)
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int, int, int]:
+    """Join the process group of torchrun. Returns (local rank, rank, number of ranks)."""
+    timeout = timedelta(seconds=timeout_second)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, os.environ.get("DIST_INIT_METHOD"), timeout)
+    local_rank, rank, world_size = (int(os.environ[name]) for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+    return local_rank, rank, world_size
+
+
+def destroy_global_process_group() -> None:
+    """Leave the process group, if there is one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def reduce_timing(timing_raw: dict[str, float], reduce_op: Any = torch.distributed.ReduceOp.AVG) -> dict[str, float]:
+    """The same timings over all ranks, which have the same names."""
+    if not torch.distributed.is_initialized():
+        return timing_raw
+    values = torch.tensor([timing_raw[name] for name in sorted(timing_raw)], device=get_device_id())
+    torch.distributed.all_reduce(values, op=reduce_op)
+    return dict(zip(sorted(timing_raw), values.tolist(), strict=True))
+
+
+def aggressive_empty_cache(force_sync: bool = True, max_retries: int = 3) -> None:
+    """Return unused GPU memory to the driver."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        if force_sync:
+            torch.cuda.synchronize()
+
+
+def ray_noset_visible_devices(env_vars: Mapping[str, str] = os.environ) -> bool:
+    """Whether Ray was told to leave the variables of visible devices alone."""
+    return any(value for name, value in env_vars.items() if name.startswith("RAY_EXPERIMENTAL_NOSET_"))
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------

@@ -11,15 +11,20 @@
 The constructor is (config, role), and `init_model` loads the model. The trainer adds what else the worker needs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
+from verl.planner.devices import known_gpu
+from verl.planner.shapes import ModelShape
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.critic import CriticWorker as _Critic
 from verl.workers.engine_worker import EngineWorker
 from verl.workers.policy import ActorWorker, RefWorker
 from verl.workers.reward_model import RewardModelWorker as _RewardModel
+from verl.workers.utilization import forward_flops
 
 
 class _PublicWorker(EngineWorker):
@@ -73,3 +78,16 @@ class RewardModelWorker(_PublicWorker, _RewardModel):
 
     def _base(self) -> type[EngineWorker]:
         return _RewardModel
+
+
+class FlopsCounter:
+    """The rate of the floating-point operations of updates of a model, by its Hugging Face configuration."""
+
+    def __init__(self, config: Any):
+        self.shape = ModelShape.from_config(config.get_text_config().to_dict())
+
+    def estimate_flops(self, batch_seqlens: Sequence[int], delta_time: float, **options: Any) -> tuple[float, float]:
+        """Rates in 10^12 per second: of an update on rows of these tokens, and the GPU's peak (inf: not known)."""
+        gpu = known_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+        update = 3 * forward_flops(self.shape, batch_seqlens, outputs=sum(batch_seqlens))
+        return update / delta_time / 1e12, gpu.peak / 1e12 if gpu else float("inf")

@@ -9,9 +9,6 @@ from verl.config.schema.megatron import MegatronConfig
 from verl.config.schema.ppo import Config
 from verl.config.schema.sft import SFTConfig
 
-#: modules that selective recomputation supports; others need Transformer Engine
-RECOMPUTED_MODULES = {"core_attn", "mlp", "moe"}
-
 #: keys of `optim.override_optimizer_config` that say where the optimizer computes, which changes no result
 OPTIMIZER_PLACEMENT = {
     *("optimizer_cpu_offload", "optimizer_offload_fraction", "offload_fraction", "overlap_cpu_optimizer_d2h_h2d"),
@@ -62,11 +59,6 @@ def _unsupported(role: ModelRole) -> Iterator[Problem]:
     if engine.dtype in _DTYPES:
         message = f"{format_value(engine.dtype)} is not supported by strategy=megatron: use bf16 or fp32, or {_FSDP}"
         yield Problem(f"{engine_key}.dtype", message)
-    transformer = engine.override_transformer_config
-    unknown = sorted(set(transformer.recompute_modules) - RECOMPUTED_MODULES)
-    if unknown and transformer.recompute_granularity == "selective":
-        message = f"{unknown} cannot be recomputed: use some of {sorted(RECOMPUTED_MODULES)}"
-        yield Problem(f"{engine_key}.override_transformer_config.recompute_modules", message)
     optim = role.section.get("optim")
     overrides = sorted(set(optim.override_optimizer_config or ()) - OPTIMIZER_PLACEMENT) if optim is not None else []
     if overrides:

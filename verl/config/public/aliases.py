@@ -7,26 +7,33 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.fields import Aliases, Lookup
+from verl.config.public.upstream import upstream_engines
 
 Computed = Callable[[Any, Lookup], dict[str, Any]]
 
 _ARR = "actor_rollout_ref."
-_OPTIM = (_ARR + "actor.optim.", "critic.optim.", "optim.")
 
-_PARALLEL = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-    *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
-    "use_distributed_optimizer",
-)
-
-
-def _in_transformer_config(section: str) -> dict[str, str]:
-    """Keys of a `megatron` section that scripts repeat in its `override_transformer_config`."""
-    return {f"{section}.override_transformer_config.{key}": f"{section}.{key}" for key in _PARALLEL}
-
+#: what `recompute_granularity=selective` can recompute
+RECOMPUTED_MODULES = {"core_attn", "mlp", "moe"}
 
 #: schema -> kind -> name -> field
 _TABLES = tomllib.loads((Path(__file__).parent / "aliases.toml").read_text(encoding="utf-8"))
+
+#: section of a model -> its FSDP section
+_ROLES = {_ARR + "actor": _ARR + "actor.fsdp_config", _ARR + "ref": _ARR + "ref.fsdp_config", "critic": "critic.fsdp"}
+
+
+def _of_roles(table: dict[str, Any], roles: dict[str, str]) -> dict[str, Any]:
+    """A table whose names begin with ROLE, for every section of a model; FSDP is its FSDP section."""
+    return {
+        name.replace("ROLE", role): _of_roles(value, {role: fsdp})
+        if isinstance(value, dict)
+        else value.replace("FSDP", fsdp).replace("ROLE", role)
+        if isinstance(value, str)
+        else value
+        for role, fsdp in roles.items()
+        for name, value in table.items()
+    }
 
 
 # ------------------------------------------------------------------------------------------------------ computed values
@@ -57,22 +64,27 @@ def _per_gpu(key: str) -> Computed:
     return per_gpu
 
 
-def _one_of(choices: dict[str, dict[str, Any]], expected: str) -> Computed:
-    """Choices with the settings of each."""
+def _one_of(key: str, choices: dict[str, Any]) -> Computed:
+    """The settings of each value; of any other, `expected` is the error, or it stays."""
 
     def one_of(value: Any, lookup: Lookup) -> dict[str, Any]:
-        if not isinstance(value, str) or value not in choices:
-            raise ValueError(f"found {value!r}, expected {expected}")
-        return choices[value]
+        if isinstance(value, str | int) and str(value) in choices and str(value) != "expected":
+            return choices[str(value)]
+        if "expected" in choices:
+            raise ValueError(f"found {value!r}, expected {choices['expected']}")
+        return {key: value}
 
     return one_of
+
+
+def _values(table: dict[str, Any]) -> dict[str, Computed]:
+    return {key: _one_of(key, choices) for key, choices in table.items()}
 
 
 def _if_true(settings: dict[str, Any]) -> Computed:
     return lambda value, lookup: settings if _bool(value) else {}
 
 
-_DEVICE_KEYS = "actor_devices, rollout_devices, ref_devices, critic_devices, reward_devices, teacher_devices"
 _prox_log_probs = _if_true({_ARR + "actor.old_log_prob_pass": "always"})
 
 
@@ -84,6 +96,29 @@ def _vllm(value: Any, lookup: Lookup) -> dict[str, Any]:
         if lookup(other) == "vllm":
             raise ValueError(f"false contradicts {other}=vllm; remove one of them")
     return {}
+
+
+def _teacher(section: str) -> Computed:
+    """The teacher of public verl's GKD is one server."""
+    url = "distillation.teacher_models.teacher.server_url"
+    return lambda value, lookup: {url: f"http://{value}:{lookup(section + 'server_port') or 15555}/v1"}
+
+
+def _strategy(key: str) -> Computed:
+    """Engines of public verl that this project lacks decide speed and memory only: `fsdp` takes their place."""
+    return lambda value, lookup: {key: "fsdp" if value in upstream_engines("strategy") else value}
+
+
+def _actor_type(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """A training engine, or a rollout engine that generates with the actor."""
+    return {_ARR + ("rollout.name" if value in ("vllm", "sglang") else "actor.strategy"): value}
+
+
+def _backend(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """`trainer.backend` is the executor; in the short form of the configuration it is the training engine."""
+    if value in ("fsdp", "fsdp2", "megatron"):
+        return {_ARR + "actor.strategy": value}
+    return {"trainer.backend": value}
 
 
 def _staleness(value: Any, lookup: Lookup) -> dict[str, Any]:
@@ -105,6 +140,10 @@ def _updates(lookup: Lookup) -> int:
     return 1 if updates is None else _int(updates)
 
 
+def _sync_step(value: Any, lookup: Lookup) -> dict[str, Any]:
+    return {} if lookup("async_training.staleness_threshold") is not None else _staleness(0, lookup)
+
+
 def _require_batches(value: Any, lookup: Lookup) -> dict[str, Any]:
     batch, expected = _int(lookup("data.train_batch_size")), _prompts_of_update(lookup)
     if batch not in (0, expected):
@@ -121,9 +160,21 @@ def _prompts_of_update(lookup: Lookup) -> int:
 
 
 def _is_fully_async(lookup: Lookup) -> bool:
-    keys = "staleness_threshold trigger_parameter_sync_step require_batches partial_rollout compute_prox_log_prob"
-    by_key = any(lookup(f"async_training.{key}") is not None for key in keys.split())
+    keys = ("staleness_threshold", "trigger_parameter_sync_step", "require_batches", "partial_rollout")
+    keys += ("compute_prox_log_prob",)
+    by_key = any(lookup(f"async_training.{key}") is not None for key in keys)
     return by_key or lookup("trainer.v1.trainer_mode") in ("separate_async", "fully_async")
+
+
+def _train_batch_size(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """0 in the scripts of the fully asynchronous trainer, which has other keys for it."""
+    is_computed = value == 0 and _is_fully_async(lookup)
+    return {"data.train_batch_size": _prompts_of_update(lookup) if is_computed else value}
+
+
+def _gen_batch_size(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """1 in the same scripts: prompts are generated one by one, as with `trainer.async`."""
+    return {} if value == 1 and _is_fully_async(lookup) else {"data.gen_batch_size": value}
 
 
 def _rollout_steps(value: Any, lookup: Lookup) -> dict[str, Any]:
@@ -132,6 +183,17 @@ def _rollout_steps(value: Any, lookup: Lookup) -> dict[str, Any]:
     if _int(value) < batch:
         raise ValueError(f"found {value}, expected at least the {batch} prompts of a step")
     return {"trainer.total_training_steps": _int(value) // batch}
+
+
+def _total_steps(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """The length of the run, but for public verl's fully asynchronous trainer, which counts prompts."""
+    by_prompts = lookup("rollout.total_rollout_steps") is not None
+    return {} if by_prompts else {"trainer.total_training_steps": value}
+
+
+def _rollout_test_freq(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """Weight syncs -> steps; -1: never."""
+    return {"trainer.test_freq": _int(value) * (_updates(lookup) if _int(value) > 0 else 1)}
 
 
 def _old_log_probs(value: Any, lookup: Lookup) -> dict[str, Any]:
@@ -153,17 +215,14 @@ def _importance_cap(value: Any, lookup: Lookup) -> dict[str, Any]:
 
 
 def _trainer_mode(value: Any, lookup: Lookup) -> dict[str, Any]:
-    if value == "sync":
-        return {}
+    if value in ("sync", "colocate_async"):  # generation overlaps training only on separate devices
+        return {} if value == "sync" else {"trainer.async.max_staleness": 0}
     if value == "fully_async":
         section = "trainer.v1.fully_async."
         fraction, updates = lookup(section + "staleness_threshold"), lookup(section + "parameter_sync_step")
         return _ahead(0 if fraction is None else fraction, 1 if updates is None else _int(updates))
     if value != "separate_async":
-        raise ValueError(
-            f"found {value!r}: use sync, separate_async or fully_async (trainer.async.max_staleness); generation "
-            "overlaps training only on separate devices"
-        )
+        raise ValueError(f"found {value!r}: use sync, separate_async or fully_async (trainer.async.max_staleness)")
     ahead = lookup("trainer.v1.separate_async.num_warmup_batches")
     return {"trainer.async.max_staleness": 1 if ahead is None else _int(ahead)}
 
@@ -173,19 +232,25 @@ def _handled_elsewhere(value: Any, lookup: Lookup) -> dict[str, Any]:
     return {}
 
 
-def _min_lr(section: str) -> Computed:
-    def min_lr(value: Any, lookup: Lookup) -> dict[str, Any]:
+def _fraction_of_lr(section: str, key: str) -> Computed:
+    def fraction(value: Any, lookup: Lookup) -> dict[str, Any]:
         peak = lookup(section + "lr")
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= peak:
             raise ValueError(f"found {value!r}, expected a number from 0 to {section}lr={peak}")
-        return {section + "min_lr_ratio": value / peak if value else 0.0}
+        return {section + key: value / peak if value else 0.0}
 
-    return min_lr
+    return fraction
 
 
-def _steps(key: str) -> Computed:
-    """False is never, as -1."""
-    return lambda value, lookup: {key: -1 if value is False else value}
+def _recomputed(section: str) -> Computed:
+    """Modules that cannot be recomputed here keep their activations, which costs memory only."""
+    key = section + "override_transformer_config.recompute_modules"
+    return lambda value, lookup: {key: [name for name in value if name in RECOMPUTED_MODULES]}
+
+
+def _test_freq(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """Scripts of the fully asynchronous trainer set the same number here and in `rollout.test_freq`, which it reads."""
+    return {} if lookup("rollout.test_freq") == value else {"trainer.test_freq": -1 if value is False else value}
 
 
 def _same(key: str) -> Computed:
@@ -193,79 +258,41 @@ def _same(key: str) -> Computed:
     return lambda value, lookup: {key: value}
 
 
-def _megatron_optimizer(section: str) -> dict[str, Computed]:
-    """The keys of an `optim` section that only public verl's Megatron engine reads."""
+def _optimizer(section: str) -> dict[str, Computed]:
+    """The keys of an `optim` section that only some engines of public verl read."""
     return {
-        section + "lr_decay_style": _one_of(
-            {name: {section + "lr_scheduler_type": name} for name in ("constant", "cosine", "linear")},
-            "one of constant, cosine, linear; WSD is lr_scheduler_type=wsd with lr_decay_steps_ratio",
-        ),
-        section + "optimizer": lambda value, lookup: {
-            section + "optimizer": "AdamW" if value in ("adam", "adamw") else value
-        },
         section + "lr_decay_steps": _same(section + "total_training_steps"),
-        section + "min_lr": _min_lr(section),
+        **{section + key: _fraction_of_lr(section, "min_lr_ratio") for key in ("min_lr", "lr_min")},
+        **{section + key: _fraction_of_lr(section, "lr_warmup_init_ratio") for key in ("lr_warmup_init", "lr_start")},
     }
 
 
-def _device(value: Any, lookup: Lookup) -> dict[str, Any]:
-    """Scripts for Ascend NPUs run on NVIDIA GPUs, as in public verl, which takes the device that the host has."""
-    return {"trainer.device": "cuda" if value == "npu" else value}
-
-
 _COMPUTED = {
-    "trainer.device": _device,
-    "placement": _one_of({"auto": {"placement.auto": True}}, f"a section with the keys {_DEVICE_KEYS}, or auto"),
+    **{section + "teacher.server_ip": _teacher(section + "teacher.") for section in ("", _ARR)},
+    **{section + "teacher.server_port": _handled_elsewhere for section in ("", _ARR)},
+    "model_engine": lambda value, lookup: {} if value == "dp" else _strategy(_ARR + "actor.strategy")(value, lookup),
     "trainer.v1.fully_async.staleness_threshold": _handled_elsewhere,
     "trainer.v1.fully_async.parameter_sync_step": _handled_elsewhere,
     _ARR + "actor.model_engine": _same(_ARR + "actor.strategy"),
     _ARR + "actor.use_rollout_log_probs": _rollout_log_probs,
     _ARR + "actor.tis_imp_ratio_cap": _importance_cap,
-    _ARR + "actor.use_gpg_loss": _if_true({_ARR + "actor.policy_loss.loss_mode": "gpg"}),
-    _ARR + "rollout.name": lambda value, lookup: {
-        _ARR + "rollout.name": "sglang" if value == "sglang_async" else value
-    },
     "async_training.staleness_threshold": _staleness,
-    "async_training.trigger_parameter_sync_step": lambda value, lookup: (
-        {} if lookup("async_training.staleness_threshold") is not None else _staleness(0, lookup)
-    ),
+    "async_training.trigger_parameter_sync_step": _sync_step,
     "async_training.require_batches": _require_batches,
     "async_training.use_rollout_log_probs": _old_log_probs,
     "async_training.compute_prox_log_prob": _prox_log_probs,
     "rollout.total_rollout_steps": _rollout_steps,
-    # weight syncs -> steps; -1: never
-    "rollout.test_freq": lambda value, lookup: {
-        "trainer.test_freq": _int(value) * (_updates(lookup) if _int(value) > 0 else 1)
-    },
-    # 0 in the scripts of the fully asynchronous trainer, which has other keys for it
-    "data.train_batch_size": lambda value, lookup: {
-        "data.train_batch_size": _prompts_of_update(lookup) if value == 0 and _is_fully_async(lookup) else value
-    },
-    # 1 in the same scripts: prompts are generated one by one, as with `trainer.async`
-    "data.gen_batch_size": lambda value, lookup: (
-        {} if value == 1 and _is_fully_async(lookup) else {"data.gen_batch_size": value}
-    ),
+    "rollout.test_freq": _rollout_test_freq,
+    "data.train_batch_size": _train_batch_size,
+    "data.gen_batch_size": _gen_batch_size,
     "trainer.v1.trainer_mode": _trainer_mode,
-    # of older releases: only the newest checkpoint is kept
-    "trainer.remove_previous_ckpt_in_save": _if_true(
-        {"trainer.max_actor_ckpt_to_keep": 1, "trainer.max_critic_ckpt_to_keep": 1}
-    ),
-    # scripts of the fully asynchronous trainer set the same number here and in `rollout.test_freq`, which it reads
-    "trainer.test_freq": lambda value, lookup: (
-        {} if lookup("rollout.test_freq") == value else _steps("trainer.test_freq")(value, lookup)
-    ),
-    "trainer.save_freq": _steps("trainer.save_freq"),
+    "trainer.test_freq": _test_freq,
+    "trainer.total_training_steps": _total_steps,
     "trainer.v1.separate_async.num_warmup_batches": _handled_elsewhere,
     "data.batch_size_per_gpu": lambda value, lookup: {"data.train_batch_size": _int(value) * _world_size(lookup)},
     "actor_rollout.use_vllm": _vllm,
-    # a training engine, or a rollout engine that generates with the actor
-    "engine.actor_type": lambda value, lookup: {
-        _ARR + ("rollout.name" if value in ("vllm", "sglang") else "actor.strategy"): value
-    },
-    # the executor; in the short form of the configuration it is the training engine
-    "trainer.backend": lambda value, lookup: {
-        _ARR + "actor.strategy" if value in ("fsdp", "fsdp2", "megatron") else "trainer.backend": value
-    },
+    "engine.actor_type": _actor_type,
+    "trainer.backend": _backend,
 } | {
     key: _per_gpu(key + "_per_gpu")
     for key in (
@@ -277,62 +304,80 @@ _COMPUTED = {
         "reward.reward_model.micro_batch_size",
     )
 }
+_COMPUTED |= {key: _strategy(key) for key in (_ARR + "actor.strategy", _ARR + "ref.strategy", "critic.strategy")}
 _COMPUTED |= {
-    f"{role}.megatron.offload.{state}.target": _one_of(
-        {target: {f"{role}.megatron.{state}_offload": target == "cpu"} for target in ("none", "cpu")},
-        "none or cpu; offloading to disk is not supported",
-    )
-    for role in (_ARR + "actor", _ARR + "ref", "critic")
-    for state in ("param", "grad", "optimizer")
+    f"{role}.megatron.override_transformer_config.recompute_modules": _recomputed(role + ".megatron.")
+    for role in _ROLES
 }
-_COMPUTED |= _megatron_optimizer(_ARR + "actor.optim.") | _megatron_optimizer("critic.optim.")
+_COMPUTED |= _values(_TABLES["rl"]["values"] | _of_roles(_TABLES["roles"]["values"], _ROLES))
+_COMPUTED |= _optimizer(_ARR + "actor.optim.") | _optimizer("critic.optim.")
 
 #: keys that do not accept null, and that are null in the configuration of some release of public verl
 NULL_IS_DEFAULT = {
     "algorithm.filter_groups.metric",
     "algorithm.rollout_correction.rollout_is_threshold",
-    *(section + "min_lr_ratio" for section in _OPTIM),
-    *(section + "lr_warmup_steps" for section in _OPTIM),
+    "reward.custom_reward_function.name",
+    *(f"{role}optim.{key}" for role in (_ARR + "actor.", "critic.", "") for key in ("min_lr_ratio", "lr_warmup_steps")),
 }
 
-_MEGATRON_SECTIONS = (_ARR + "actor.megatron", _ARR + "ref.megatron", "critic.megatron")
 RL = Aliases(
-    {alias: key for section in _MEGATRON_SECTIONS for alias, key in _in_transformer_config(section).items()}
-    | _TABLES["rl"]["short"],
-    _TABLES["rl"]["deprecated"],
+    _of_roles(_TABLES["roles"]["short"], _ROLES) | _TABLES["rl"]["short"],
+    _of_roles(_TABLES["roles"]["deprecated"], _ROLES) | _TABLES["rl"]["deprecated"],
     _COMPUTED,
 )
 
 
-#: keys of public verl's `engine=megatron`, which replaces the section `engine`
-_OF_MEGATRON_SFT = (
-    *(*_PARALLEL, "grad_offload", "seed", "override_transformer_config.*", "offload.*", "qat.*"),
-    *("use_mbridge", "vanilla_mbridge", "use_dist_checkpointing", "dist_checkpointing_path", "use_megatron_fsdp"),
-    *("use_remove_padding", "pad_bshd_to_minibatch_max"),
-    *("override_ddp_config.*", "override_mcore_model_config.*", "dynamic_context_parallel"),
+def _prm_path(value: Any, lookup: Lookup) -> dict[str, Any]:
+    if value != (policy := lookup(_ARR + "model.path")):
+        raise ValueError(
+            f"found {value!r}: the reward model of PRIME starts as a copy of the policy {policy!r}: use it"
+        )
+    return {}
+
+
+#: GKD has no advantages: any estimator is that of its settings, whose operator it removes
+GKD = Aliases(
+    RL.short,
+    RL.deprecated,
+    _COMPUTED | {"algorithm.adv_estimator": lambda value, lookup: {"algorithm.adv_estimator": "reinforce_plus_plus"}},
 )
 
-SFT = Aliases(
-    short={
-        **{f"engine.{key}": f"engine.megatron.{key}" for key in _OF_MEGATRON_SFT},
-        **_in_transformer_config("engine.megatron"),
-        **_TABLES["sft"]["short"],
+#: PRIME has its reward model in the section `prime`
+PRIME = Aliases(
+    RL.short,
+    _TABLES["prime"]["deprecated"] | RL.deprecated,
+    _COMPUTED
+    | {
+        "prime.path": _prm_path,
+        "prime.enable": _handled_elsewhere,
+        **_values(_TABLES["prime"]["values"]),
     },
+)
+
+
+def _chats(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """`data.multiturn`, the form of older releases: a column of chats, if it is enabled."""
+    return {"data.messages_key": lookup("data.multiturn.messages_key") or "messages"} if _bool(value) else {}
+
+
+def _cpu_offload(value: Any, lookup: Lookup) -> dict[str, Any]:
+    if not _bool(value):
+        return {}
+    return {"engine.offload_policy" if _world_size(lookup) > 1 else "engine.param_offload": True}
+
+
+SFT = Aliases(
+    short=_of_roles(_TABLES["roles"]["short"], {"engine": "engine"}) | _TABLES["sft"]["short"],
     deprecated=_TABLES["sft"]["deprecated"],
     computed={
-        "trainer.device": _device,
-        # the form of older releases: a column of chats, if it is enabled
-        "data.multiturn.enable": lambda value, lookup: (
-            {"data.messages_key": lookup("data.multiturn.messages_key") or "messages"} if _bool(value) else {}
-        ),
+        **_values(_of_roles(_TABLES["roles"]["values"], {"engine": "engine"}) | _TABLES["sft"]["values"]),
+        "engine.strategy": _strategy("engine.strategy"),
+        "engine.megatron.override_transformer_config.recompute_modules": _recomputed("engine.megatron."),
+        "data.multiturn.enable": _chats,
         "data.multiturn.messages_key": _handled_elsewhere,
-        "engine.cpu_offload": lambda value, lookup: (
-            {"engine.offload_policy" if _world_size(lookup) > 1 else "engine.param_offload": True}
-            if _bool(value)
-            else {}
-        ),
+        "engine.cpu_offload": _cpu_offload,
         "engine.offload_params": _handled_elsewhere,
-        **_megatron_optimizer("optim."),
+        **_optimizer("optim."),
         "data.micro_batch_size": lambda value, lookup: {
             "data.micro_batch_size_per_gpu": max(_int(value) // _world_size(lookup), 1)
         },

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.errors import ConfigError, Problem
-from verl.config.public.upstream import upstream_configs, upstream_engines, upstream_groups, upstream_selections
+from verl.config.public.upstream import upstream_configs, upstream_groups, upstream_selections
 from verl.config.sources import REMOVED, Layer, Setting, read_text, read_yaml
 from verl.utils.paths import expanded, resolved
 
@@ -45,8 +45,6 @@ def find_config(name: str | None, directories: list[str]) -> Path | None:
         return path
     if name is None:
         message = "the folder has no ppo_trainer.yaml: set --config-name to the name of the file"
-    elif engine := _engine_of(config_name):
-        message = f"{config_name!r} selects the engine {engine}, which is not supported yet: use ppo_trainer"
     else:
         folders = " or ".join(str(resolved(directory)) for directory in directories)
         file = config_name if config_name.endswith((".yaml", ".yml")) else f"{config_name}.yaml"
@@ -145,13 +143,10 @@ def _selected(
     builtin = upstream_groups().get(group, []) if group else upstream_configs()
     if option in builtin:
         return []
-    if selection := upstream_selections().get(group, {}).get(option):
+    if (selection := upstream_selections().get(group, {}).get(option)) is not None:
         return [{key: replace(setting, key=key, value=value) for key, value in selection.items()}]
     name = f"{group}={option}" if group else option
-    if engine := _engine_of(option):
-        message = f"{name} selects the engine {engine}, which is not supported yet"
-    else:
-        message = f"{name} is not known" if builtin else f"there is no group {group!r}"
+    message = f"{name} is not known" if builtin else f"there is no group {group!r}"
     if builtin:
         message += f": use {' or '.join(builtin)}"
     if directories:
@@ -163,9 +158,3 @@ def _selected(
 def _find(name: str, directories: list[Path]) -> Path | None:
     names = [name] if name.endswith((".yaml", ".yml")) else [f"{name}.yaml", f"{name}.yml"]
     return next((file for folder in directories for each in names if os.path.isfile(file := folder / each)), None)
-
-
-def _engine_of(option: str) -> str | None:
-    """The engine that an option such as `megatron_actor` or a name such as `ppo_megatron_trainer` selects."""
-    parts = re.split(r"[_.]", option)
-    return next((engine for engine in upstream_engines("strategy") if engine in parts), None)

@@ -36,27 +36,8 @@ Values = dict[str, Any]
 Rule = Callable[[Any, Mapping[str, Any]], Values | str]
 """(value, all arguments) -> values of this project's keys, or the reason why the argument is not converted."""
 
-_RUN = {
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "num_train_epochs": 3,
-    "weight_decay": 0.0,
-    "lr_scheduler_type": "linear",
-}
-
 #: kind -> defaults of TRL that differ from the defaults here
-DEFAULTS: dict[str, Values] = {
-    "trl-grpo": _RUN | {"num_generations": 8, "max_completion_length": 256, "beta": 0.0, "loss_type": "dapo"},
-    "trl-sft": _RUN | {"learning_rate": 2e-5},
-}
-
-_SCHEDULES = {"constant_with_warmup": "constant"} | {name: name for name in ("constant", "cosine", "linear")}
-_AGGREGATION = {
-    "grpo": "seq-mean-token-mean",
-    "dapo": "token-mean",
-    "bnpo": "token-mean",
-    "dr_grpo": "seq-mean-token-sum-norm",
-}
+DEFAULTS: dict[str, Values] = _TABLES["defaults"]
 
 
 def kind_of(arguments: Mapping[str, Any]) -> str | None:
@@ -78,16 +59,12 @@ def rules_of(kind: str, gpus: int) -> dict[str, Rule]:
     """Argument -> rule, for one kind. Arguments without a rule have the key of `TABLES` and the same value."""
     sft = kind == "trl-sft"
     optim = "optim." if sft else _ACTOR + "optim."
-    dtype = "engine.dtype" if sft else _ACTOR + "fsdp_config.dtype"
 
     def steps(key: str) -> Rule:
         return lambda value, arguments: _steps(key, value, arguments, kind)
 
-    rules: dict[str, Rule] = {
-        "lr_scheduler_type": _one_of(
-            {name: {optim + "lr_scheduler_type": known} for name, known in _SCHEDULES.items()},
-            "use constant, cosine or linear",
-        ),
+    rules: dict[str, Rule] = {name: _one_of(known) for name, known in _TABLES["values"][kind].items()}
+    rules |= {
         "adam_beta1": lambda value, arguments: {optim + "betas": [value, arguments.get("adam_beta2", 0.999)]},
         "adam_beta2": lambda value, arguments: {optim + "betas": [arguments.get("adam_beta1", 0.9), value]},
         "report_to": _trackers,
@@ -97,8 +74,6 @@ def rules_of(kind: str, gpus: int) -> dict[str, Rule]:
         ),
         "save_steps": steps("trainer.save_freq"),
         "eval_steps": steps("trainer.test_freq"),
-        "save_strategy": _one_of({"no": {"trainer.save_freq": -1}, "steps": {}}, "use trainer.save_freq"),
-        "eval_strategy": _one_of({"no": {"trainer.test_freq": -1}, "steps": {}}, "use trainer.test_freq"),
         "seed": lambda value, arguments: {"trainer.seed": value},
         "logging_steps": lambda value, arguments: {} if value == 1 else "every step is logged",
         "resume_from_checkpoint": lambda value, arguments: (
@@ -106,12 +81,9 @@ def rules_of(kind: str, gpus: int) -> dict[str, Rule]:
             if isinstance(value, str)
             else {}  # a run resumes by default
         ),
-        "load_best_model_at_end": _if_true({"trainer.save_best": True}),
         "metric_for_best_model": lambda value, arguments: (
             f"set trainer.save_best to a validation metric{'' if sft else ', such as val-core/DATASET/acc/mean@1'}"
         ),
-        "greater_is_better": lambda value, arguments: {"trainer.save_best_mode": "max" if value else "min"},
-        "bf16": _if_true({dtype: "bf16"}),
         "gradient_accumulation_steps": _part_of_another,
     }
     if sft:
@@ -122,7 +94,6 @@ def rules_of(kind: str, gpus: int) -> dict[str, Rule]:
                 "data.use_dynamic_bsz": False,
             }
         }
-    rules["fp16"] = _if_true({dtype: "fp16"})
     return rules | _grpo(gpus)
 
 
@@ -137,28 +108,16 @@ def _grpo(gpus: int) -> dict[str, Rule]:
         wrong = next((size for size in sizes if isinstance(size, str)), None)
         return wrong or sizes[0] | sizes[1] | {_ACTOR + "ppo_micro_batch_size_per_gpu": value}
 
-    def scale(value: Any, arguments: Mapping[str, Any]) -> Values | str:
-        by_std = {"none": False, "False": False, "group": True, "True": True}.get(str(value))
-        return "use none or group" if by_std is None else {"algorithm.norm_adv_by_std_in_grpo": by_std}
-
     def kl(value: float, arguments: Mapping[str, Any]) -> Values:
         return {_ACTOR + "use_kl_loss": value > 0} | ({_ACTOR + "kl_loss_coef": value} if value else {})
 
-    losses = {name: {_ACTOR + "loss_agg_mode": mode} for name, mode in _AGGREGATION.items()}
-    losses |= {name: {"algorithm.name": name} for name in ("cispo", "sapo")}
-    levels = {"token": {}, "sequence": {_ACTOR + "policy_loss.loss_mode": "gspo"}}
     return {
         "per_device_train_batch_size": batch,
         "steps_per_generation": _part_of_another,
         "generation_batch_size": _part_of_another,
         "beta": kl,
-        "loss_type": _one_of(losses, "no such loss"),
-        "scale_rewards": scale,
-        "importance_sampling_level": _one_of(levels, "use token or sequence"),
         "top_k": lambda value, arguments: {_ARR + "rollout.top_k": value or -1},
         "reward_funcs": lambda value, arguments: "set reward.custom_reward_function.path to the file of the function",
-        "vllm_importance_sampling_correction": _if_true({"algorithm.rollout_correction.rollout_is": "token"}),
-        "use_vllm": _if_true({_ARR + "rollout.name": "vllm"}),
         "log_completions": lambda value, arguments: (
             {"trainer.log_samples": arguments.get("num_completions_to_print") or 4} if value else {}
         ),
@@ -189,12 +148,8 @@ def _part_of_another(value: Any, arguments: Mapping[str, Any]) -> Values:
     return {}
 
 
-def _if_true(values: Values) -> Rule:
-    return lambda value, arguments: values if value else {}
-
-
-def _one_of(known: Mapping[str, Values], otherwise: str) -> Rule:
-    return lambda value, arguments: known.get(value, otherwise)
+def _one_of(known: Mapping[str, Values | str]) -> Rule:
+    return lambda value, arguments: known.get(str(value), known["otherwise"])
 
 
 def _trackers(value: Any, arguments: Mapping[str, Any]) -> Values | str:

@@ -34,17 +34,20 @@ class UpstreamKey:
         accepted: the values that are accepted and have no effect: of an ignored key, public verl's default.
         instead: the fix; for an ignored key, why no result depends on it.
         ignored: every value is accepted; one that is not in `accepted` is named in a note.
-        needs: name of a key of the same section, without which true is an error, as in public verl.
     """
 
     accepted: tuple[Any, ...]
     instead: str
     ignored: bool = False
-    needs: str | None = None
 
     def accepts(self, value: Any) -> bool:
         """Whether a key with this value is accepted."""
         return self.ignored or self.is_default(value)
+
+    @property
+    def tells_reason(self) -> bool:
+        """Whether a note on the ignored key tells why: most reasons go without saying."""
+        return self.instead not in _content()["plain"]
 
     def is_default(self, value: Any) -> bool:
         """Whether `value` is one of `accepted`. True does not count as 1, nor False as 0."""
@@ -161,4 +164,4 @@ def _defaults(key: str, entry: Any) -> dict[str, Any]:
 def _read(entry: Mapping[str, Any]) -> UpstreamKey:
     accepted = entry["accept"] if "accept" in entry else [entry["default"]] if "default" in entry else [None]
     reason = entry.get("ignored") or entry["instead"]
-    return UpstreamKey(tuple(accepted), reason, "ignored" in entry, entry.get("needs"))
+    return UpstreamKey(tuple(accepted), reason, "ignored" in entry)

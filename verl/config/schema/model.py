@@ -15,6 +15,7 @@ SHARDED = ("strategy", strategy_with("model_parallel", False))
 
 _COSINE, _WSD = ("lr_scheduler_type", "cosine"), ("lr_scheduler_type", "wsd")
 _DECAYS = ("lr_scheduler_type", lambda name: name != "constant")
+_WARMS_UP = (("lr_warmup_steps_ratio", is_positive), ("lr_warmup_steps", is_positive))
 
 
 def is_model_parallel(strategy: str) -> bool:
@@ -93,6 +94,9 @@ class OptimConfig(Section):
     lr_warmup_steps: int = field(-1, "linear warmup steps; -1: use lr_warmup_steps_ratio", ge=-1)
     lr_warmup_steps_ratio: float = field(
         0.0, "warmup as a fraction of all steps", active_when=("lr_warmup_steps", lambda steps: steps <= 0), ge=0, le=1
+    )
+    lr_warmup_init_ratio: float = field(
+        0.0, "learning rate at the start of the warmup, as a fraction of lr", active_when=_WARMS_UP, ge=0, le=1
     )
     min_lr_ratio: float = field(
         0.0, "final learning rate of a decaying schedule, as a fraction of lr", active_when=_DECAYS, ge=0, le=1

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import silu
 
 from verl.config import schema
-from verl.config.checks.megatron import RECOMPUTED_MODULES
+from verl.config.public.aliases import RECOMPUTED_MODULES
 from verl.engines.megatron.checks import end_stages
 from verl.engines.megatron.layout import ARCHITECTURES, expert_size, head_size, sparse_layers
 from verl.engines.megatron.model import DecoderConfig

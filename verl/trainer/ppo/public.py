@@ -190,3 +190,13 @@ def run_ppo(config: Any, task_runner_class: Any = TaskRunner) -> None:
 def migrate_legacy_reward_impl(config: Any) -> Any:
     """Return the configuration: older names of reward settings are read as they are."""
     return config
+
+
+def is_distillation_enabled(config: Any) -> bool:
+    """Whether the section `distillation` trains on the log-probs of teachers."""
+    return config is not None and bool(config.enabled)
+
+
+def need_teacher_policy(config: Any) -> bool:
+    """The same of a whole configuration."""
+    return is_distillation_enabled(config.get("distillation"))
