@@ -210,6 +210,7 @@ def run_ours(work: Work, folder: Path, args: argparse.Namespace, reporter: Repor
         f"trainer.total_training_steps={args.steps}",
         f"trainer.default_local_dir={folder / f'run_{args.betas[0]}'}",
         "trainer.logger=[jsonl]",
+        "trainer.save_at_end=false",  # a save is no step
         *args.set,
     ]
     trainer = LocalPPOTrainer(overrides=overrides)

@@ -150,10 +150,10 @@ class CheckpointStore:
         try:
             make_folder(self.root)
             self._remove_leftovers()
-            serial = 1 + self.last_serial()
             folder.mkdir()
             yield folder
-            _seal(folder, serial)
+            if not (folder / MANIFEST).exists():
+                self.seal(folder)
             self._size = folder_size(folder)
             self._publish(folder, step)
         except BaseException as error:
@@ -162,6 +162,18 @@ class CheckpointStore:
             raise
         if self.keep is not None:
             self.prune(self.keep)
+
+    def seal(self, folder: Path) -> None:
+        """Flush the files in the folder of `writing` and write their checksums, which can take as long as writing them.
+
+        The end of the block does it otherwise. Another thread may call it within the block.
+        """
+        _seal(folder, 1 + self.last_serial())
+
+    def progress(self, folder: Path) -> str:
+        """How much of the folder of `writing` is written, such as "3 GiB of about 12 GiB"."""
+        expected = f" of about {format_bytes(self._size)}" if self._size else ""
+        return f"{format_bytes(folder_size(folder))}{expected}"
 
     def warn_of_space(self, weights: int = 0) -> None:
         """Warn, once until it fits again, that the next checkpoint, as large as the newest one, will not fit.

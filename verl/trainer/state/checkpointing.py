@@ -12,10 +12,13 @@ import copy
 import logging
 import operator
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("verl.trainer")
 
 _POLL_INTERVAL = 0.05  # seconds between two polls of a checkpoint that is being written
+_REPORT_INTERVAL = 5.0  # seconds between two lines about a checkpoint that the run waits for
 _VISIBLE_SECONDS = 60.0  # for a file to be visible on all nodes: network file systems cache their folders
 
 _RESTARTS = {"optimizer": "the moments of Adam start at 0", "extra": "the learning-rate schedule starts over"}
@@ -137,6 +141,8 @@ class Checkpointer:
         self._durations = Durations(wait_limits(self.run.config))
         self._serial: int | None = None  # of the newest checkpoint before this run
         self._pending: _Pending | None = None
+        self._sealing: Future[None] | None = None  # of the pending checkpoint, once all roles have written
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="seal")
         self._saves = describe_saving(self.run.config.trainer) != "never"
 
     @property
@@ -158,14 +164,33 @@ class Checkpointer:
         with running("save"):
             return self._save(step, is_due)
 
+    @contextmanager
+    def _reporting(self, folder: Path) -> Iterator[None]:
+        """While the run waits for a checkpoint, log every few seconds how much of it is written."""
+        done, start = threading.Event(), time.monotonic()
+
+        def report() -> None:
+            while not done.wait(_REPORT_INTERVAL):
+                with suppress(OSError):  # the folder is renamed or removed meanwhile
+                    seconds, written = time.monotonic() - start, self.store.progress(folder)
+                    logger.info("[save] %s: %s written in %.0f s", folder.name.strip("."), written, seconds)
+
+        thread = threading.Thread(target=report, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+
     def _save(self, step: int, is_due: bool) -> Path:
         for role in self._present_roles():
             self.require_finite(role, step)
         if self._serial is None:  # a custom loop
             self._serial = self.store.last_serial()
         start, path = time.perf_counter(), self.store.path(step)
-        with ExitStack() as stack:
+        with ExitStack() as stack, ExitStack() as reports:
             folder = stack.enter_context(self.store.writing(step))
+            reports.enter_context(self._reporting(folder))
             for role in self._present_roles():
                 self.roles[role].save_checkpoint(folder / role)
                 self.run.inputs.tokenizer.save_pretrained(folder / role / "huggingface")
@@ -179,7 +204,7 @@ class Checkpointer:
             record = asdict(self.watch.best) | {"saved_as_best": not is_due} if is_best else None
             self._pending = _Pending(path, start, folder, stack.pop_all(), record)
         self.saved_step, self.saved_path = step, path
-        self.poll()
+        self.poll(wait=self._is_written())
         if self._pending is not None:
             logger.info("[save] blocked for %.2fs; writing %s in the background", time.perf_counter() - start, path)
         return path
@@ -238,27 +263,17 @@ class Checkpointer:
             if self._saves:
                 self.store.warn_of_space()
             return
-        groups = [self.roles[role] for role in self._present_roles()]
-        start, limit = time.monotonic(), self._durations.limit("write")
-        try:
-            while not all(all(group.is_checkpoint_written()) for group in groups):
-                if not wait:
+        pending = self._pending
+        with self._reporting(pending.written) if wait else nullcontext():
+            try:
+                if not self._is_sealed(pending, wait):
                     return
-                if time.monotonic() - start > limit.seconds:
-                    raise OperatorTimeout(
-                        f"{self._pending.path} is not written after {limit.seconds:g} s (limit: {limit.reason})"
-                    )
-                time.sleep(_POLL_INTERVAL)  # an interruption here leaves the write as it is
-        except Exception:
-            pending, self._pending = self._pending, None
-            with pending.folder:
-                raise
-        pending, self._pending = self._pending, None
-        with pending.folder:
-            for group in groups:
-                group.finish_checkpoint()
-            for role in self._present_roles():
-                self._check_shared(role, pending.written / role)
+            except Exception:
+                self._pending = self._sealing = None
+                with pending.folder:
+                    raise
+        self._pending = self._sealing = None
+        pending.folder.close()
         if pending.best is not None:
             self.store.mark_best(pending.best)
             logger.info("[save] best checkpoint: %(metric)s = %(value).4g at step %(step)d", pending.best)
@@ -269,11 +284,33 @@ class Checkpointer:
         self._durations.record("write", seconds)
         logger.info("[save] %.2fs %s", seconds, pending.path)
 
+    def _is_written(self) -> bool:
+        return all(all(self.roles[role].is_checkpoint_written()) for role in self._present_roles())
+
+    def _is_sealed(self, pending: _Pending, wait: bool) -> bool:
+        """Whether all roles have written, and a thread has computed the checksums. Raises their errors."""
+        start, limit = time.monotonic(), self._durations.limit("write")
+        while self._sealing is None or not self._sealing.done():
+            if self._sealing is None and self._is_written():
+                for role in self._present_roles():
+                    self.roles[role].finish_checkpoint()
+                for role in self._present_roles():  # before the checksums: a file that is not visible has none
+                    self._check_shared(role, pending.written / role)
+                self._sealing = self._sealer.submit(self.store.seal, pending.written)
+            if not wait:
+                return False
+            if time.monotonic() - start > limit.seconds:
+                raise OperatorTimeout(f"{pending.path} is not written after {limit.seconds:g} s (limit: {limit.reason})")
+            # an interruption here leaves the write as it is
+            time.sleep(_POLL_INTERVAL) if self._sealing is None else futures.wait([self._sealing], _POLL_INTERVAL)
+        self._sealing.result()
+        return True
+
     def finish_pending_save(self, error: BaseException) -> None:
         """Complete the pending checkpoint of a run that failed with `error`, if its workers can still write it."""
         if self._pending is not None and isinstance(error, Stopped):  # a second signal: at once
             logger.warning("%s is discarded", self._pending.path)
-            pending, self._pending = self._pending, None
+            pending, self._pending, self._sealing = self._pending, None, None
             with suppress(Stopped), pending.folder:
                 raise error
         if self._pending is not None and isinstance(error, KeyboardInterrupt):
