@@ -300,7 +300,9 @@ class Checkpointer:
             if not wait:
                 return False
             if time.monotonic() - start > limit.seconds:
-                raise OperatorTimeout(f"{pending.path} is not written after {limit.seconds:g} s (limit: {limit.reason})")
+                raise OperatorTimeout(
+                    f"{pending.path} is not written after {limit.seconds:g} s (limit: {limit.reason})"
+                )
             # an interruption here leaves the write as it is
             time.sleep(_POLL_INTERVAL) if self._sealing is None else futures.wait([self._sealing], _POLL_INTERVAL)
         self._sealing.result()
