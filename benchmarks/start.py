@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -137,8 +138,11 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     result |= {"status": code, "total_seconds": round(time.time() - began, 1), "timeline": timeline}
     result["steps"] = [{k: round(v, 4) for k, v in step.items() if k.startswith("timing_s/")} for step in steps]
     kept = ("perf/max_memory", "perf/memory", "perf/mfu", "rollout/logprob_gap_mean")
-    result["last_step"] = {k: round(v, 4) for k, v in steps[-1].items() if k.startswith(kept)} if steps else None
-    return result | saved(text, out, lines, args.devices)
+    result["last_step"] = {k: float(f"{v:.4g}") for k, v in steps[-1].items() if k.startswith(kept)} if steps else None
+    result |= saved(text, out, lines, args.devices)
+    if code == 0:
+        shutil.rmtree(out)
+    return result
 
 
 def saved(text: str, out: Path, lines: list[dict[str, Any]], devices: int) -> dict[str, Any]:
