@@ -170,11 +170,6 @@ class CheckpointStore:
         """
         _seal(folder, 1 + self.last_serial())
 
-    def progress(self, folder: Path) -> str:
-        """How much of the folder of `writing` is written, such as "3 GiB of about 12 GiB"."""
-        expected = f" of about {format_bytes(self._size)}" if self._size else ""
-        return f"{format_bytes(folder_size(folder))}{expected}"
-
     def warn_of_space(self, weights: int = 0) -> None:
         """Warn, once until it fits again, that the next checkpoint, as large as the newest one, will not fit.
         weights: the bytes that the first one has at least."""

@@ -39,7 +39,7 @@ from verl.trainer.guards.interruption import Stopped
 from verl.trainer.guards.operator_watch import OperatorTimeout
 from verl.trainer.state.identity import Identity
 from verl.trainer.state.saved_state import load_state, save_state
-from verl.utils.disk import DiskError, file_sizes
+from verl.utils.disk import DiskError, file_sizes, folder_size, format_bytes
 from verl.utils.redaction import redacted
 from verl.utils.rng import rng_state, set_rng_state
 
@@ -71,6 +71,24 @@ def _reading(folder: Path) -> Iterator[None]:
             f"{last.lineno}): it is damaged, of another version, or its `load_state_dict` failed (the log has the "
             f"stack); if it is damaged, {DELETE}"
         ) from error
+
+
+@contextmanager
+def _reporting(folder: Path) -> Iterator[None]:
+    """While the run waits for a checkpoint, log every few seconds how much of it is written."""
+    done, start = threading.Event(), time.monotonic()
+
+    def report() -> None:
+        while not done.wait(_REPORT_INTERVAL):
+            with suppress(OSError):  # the folder is renamed or removed meanwhile
+                written = format_bytes(folder_size(folder))
+                logger.info("[save] %s: %s in %.0f s", folder.name[1:], written, time.monotonic() - start)
+
+    threading.Thread(target=report, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 class BadStepsError(FloatingPointError):
@@ -164,24 +182,6 @@ class Checkpointer:
         with running("save"):
             return self._save(step, is_due)
 
-    @contextmanager
-    def _reporting(self, folder: Path) -> Iterator[None]:
-        """While the run waits for a checkpoint, log every few seconds how much of it is written."""
-        done, start = threading.Event(), time.monotonic()
-
-        def report() -> None:
-            while not done.wait(_REPORT_INTERVAL):
-                with suppress(OSError):  # the folder is renamed or removed meanwhile
-                    seconds, written = time.monotonic() - start, self.store.progress(folder)
-                    logger.info("[save] %s: %s written in %.0f s", folder.name.strip("."), written, seconds)
-
-        thread = threading.Thread(target=report, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-
     def _save(self, step: int, is_due: bool) -> Path:
         for role in self._present_roles():
             self.require_finite(role, step)
@@ -190,7 +190,7 @@ class Checkpointer:
         start, path = time.perf_counter(), self.store.path(step)
         with ExitStack() as stack, ExitStack() as reports:
             folder = stack.enter_context(self.store.writing(step))
-            reports.enter_context(self._reporting(folder))
+            reports.enter_context(_reporting(folder))
             for role in self._present_roles():
                 self.roles[role].save_checkpoint(folder / role)
                 self.run.inputs.tokenizer.save_pretrained(folder / role / "huggingface")
@@ -264,7 +264,7 @@ class Checkpointer:
                 self.store.warn_of_space()
             return
         pending = self._pending
-        with self._reporting(pending.written) if wait else nullcontext():
+        with _reporting(pending.written) if wait else nullcontext():
             try:
                 if not self._is_sealed(pending, wait):
                     return
