@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -118,18 +119,27 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "HF_HUB_OFFLINE": "1",
     }
     began = time.time()
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *settings]
     with log.open("w", encoding="utf-8") as file:
-        command = [sys.executable, "-m", "verl.trainer.main_ppo", *settings]
-        try:
-            code: int | str = subprocess.run(
-                command, stdout=file, stderr=file, env=environment, timeout=args.limit
-            ).returncode
-        except subprocess.TimeoutExpired:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
+    code: int | str | None = None
+    shown = 0
+    while code is None:
+        code = process.poll()
+        for line in (found := marks_of(marks))[shown:]:
+            print(
+                f"{line['at'] - began:9.2f} s  {line['rank']:10}  {line['mark']} ({line['seconds']:.2f} s)", flush=True
+            )
+        shown = len(found)
+        if code is None and time.time() - began > args.limit:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             code = f"no end within {args.limit:g} s"
+        time.sleep(0.2)
     text = log.read_text(encoding="utf-8")
     if code != 0:
-        print(text[-4000:], file=sys.stderr)
-    lines = [json.loads(line) for line in marks.read_text(encoding="utf-8").splitlines()] if marks.exists() else []
+        print(text[-8000:], flush=True)
+    lines = marks_of(marks)
     timeline = sorted((round(line["at"] - began, 2), line["rank"], line["mark"], line["seconds"]) for line in lines)
     metrics = out / "metrics.jsonl"
     steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
@@ -140,9 +150,13 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     kept = ("perf/max_memory", "perf/memory", "perf/mfu", "rollout/logprob_gap_mean")
     result["last_step"] = {k: float(f"{v:.4g}") for k, v in steps[-1].items() if k.startswith(kept)} if steps else None
     result |= saved(text, out, lines, args.devices)
-    if code == 0:
-        shutil.rmtree(out)
+    shutil.rmtree(out, ignore_errors=True)
     return result
+
+
+def marks_of(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def saved(text: str, out: Path, lines: list[dict[str, Any]], devices: int) -> dict[str, Any]:
@@ -158,9 +172,7 @@ def saved(text: str, out: Path, lines: list[dict[str, Any]], devices: int) -> di
 
 
 def show(result: dict[str, Any]) -> None:
-    """The timeline and the rest as text."""
-    for at, rank, name, seconds in result["timeline"]:
-        print(f"{at:9.2f} s  {rank:10}  {name}" + (f" ({seconds:.2f} s)" if seconds else ""))
+    """The steps and the rest as text; the timeline was printed as it came."""
     for number, step in enumerate(result["steps"], 1):
         print(f"step {number}: " + ", ".join(f"{k.removeprefix('timing_s/')} {v:.3f}" for k, v in step.items()))
     print(json.dumps({k: v for k, v in result.items() if k not in ("timeline", "steps")}), flush=True)
