@@ -68,9 +68,7 @@ class Work:
 SUITES = {
     "gpu": Work(896, 4864, 24, 14, 2, 151936, True, prompts=64, samples=8, prompt=128, new=512),  # Qwen2.5-0.5B
     "gpu-7b": Work(3584, 18944, 28, 28, 4, 152064, False, prompts=16, samples=8, prompt=128, new=128),  # Qwen2.5-7B
-    # half of 64 prompts: two GPUs of four
     "gpu-7b-long": Work(3584, 18944, 28, 28, 4, 152064, False, prompts=32, samples=8, prompt=512, new=512),
-    # Qwen2.5-1.5B, responses of 32 thousand tokens
     "gpu-long": Work(1536, 8960, 28, 12, 2, 151936, True, prompts=4, samples=4, prompt=128, new=32768 - 128),
     # layers of Qwen3-30B-A3B: 8 of 48, with 64 of 128 experts; 3.2B parameters
     "gpu-moe": Work(2048, 768, 8, 32, 4, 151936, False, prompts=32, samples=8, prompt=128, new=256, experts=64),

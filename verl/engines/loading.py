@@ -4,7 +4,7 @@ import copy
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -160,18 +160,17 @@ def load_module(spec: ModelSpec) -> nn.Module:
 
 @torch.no_grad()
 def check_finite(
-    tensors: Iterable[tuple[str, torch.Tensor]], path: str, any_rank: Callable[[list[bool]], Sequence[float]] = list
+    tensors: Iterable[tuple[str, torch.Tensor]], path: str, any_rank: Callable[[list[float]], list[float]] = list
 ) -> None:
     """Raise ValueError if a parameter has NaN or infinite values. One pass over the weights, no copy.
 
     Args:
-        tensors: by name; of a sharded model, those of this rank.
-        any_rank: whether each is broken on any rank, from whether it is on this one.
+        any_rank: the maximum over all ranks, if the tensors are shards.
     """
     parameters = [(name, p if p.numel() else p.new_zeros(1)) for name, p in tensors]
     extremes = torch.stack([torch.stack(p.aminmax()).float() for _, p in parameters])  # NaN if there is a NaN
-    found = any_rank([not finite for finite in extremes.isfinite().all(1).tolist()])
-    broken = [name for (name, _), is_broken in zip(parameters, found) if is_broken]
+    flags = any_rank((~extremes.isfinite().all(1)).float().tolist())
+    broken = [name for (name, _), flag in zip(parameters, flags) if flag]
     if broken:
         raise ValueError(
             f"model.path={path}: expected finite weights, found NaN or infinite values in {len(broken)} of "

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import GenerationConfig
 
-from verl.checkpoints.safetensors_files import SafetensorsFiles, has_weights
+from verl.checkpoints.safetensors_files import SafetensorsFiles
 from verl.engines.base import EngineSpec
 from verl.engines.checkpoint import copy_into
 from verl.engines.loading import (
@@ -236,7 +236,7 @@ class FSDP2(Sharding):
                 _read_shard(tensor, self._files.slice_of(name))
             self._files = None
             shards = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in module.named_parameters())
-            check_finite(shards, path, lambda broken: self.max_over_ranks([float(each) for each in broken]))
+            check_finite(shards, path, self.max_over_ranks)
             return
         source = _named_tensors(self._first_copy) if self._first_copy is not None else None
         if source is not None and (untied := sorted(source.keys() - _named_tensors(module).keys())):
@@ -297,36 +297,32 @@ def make_sharding(spec: EngineSpec) -> Sharding:
 
 
 def files_of(module: torch.nn.Module, spec: ModelSpec) -> SafetensorsFiles | None:
-    """The files of the weights if they have every parameter of a policy under its name, with its shape; else None.
+    """The files of a policy's weights if they have exactly its parameters, by name and shape; else None.
 
-    Only for the families whose layers are known to compute packed rows (`loading.checked` finds out for others).
+    Only for families whose layers are known to compute packed rows (`loading.checked` finds out for others).
     """
-    config, folder = module.config, Path(spec.section.path).expanduser()
-    if spec.kind != "causal_lm" or spec.random_init or spec.section.has_adapters or spec.section.quantization == "nf4":
-        return None
-    if config.model_type not in LLAMA_LIKE or not (is_packed(module) and has_weights(folder)):
+    section, folder = spec.section, Path(spec.section.path).expanduser()
+    is_plain = spec.kind == "causal_lm" and module.config.model_type in LLAMA_LIKE and is_packed(module)
+    if not is_plain or spec.random_init or section.has_adapters or section.quantization == "nf4":
         return None
     try:
         files = SafetensorsFiles(folder)
     except (ValueError, SafetensorError):  # reported by the loader of transformers
         return None
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
-    found = files.shapes()
-    needed = {name: shapes[name] for name, _ in module.named_parameters()}
-    return files if needed.items() <= found.items() and found.items() <= shapes.items() else None
+    saved, needed = files.shapes(), {name: shapes[name] for name, _ in module.named_parameters()}
+    return files if needed.items() <= saved.items() <= shapes.items() else None
 
 
 def _read_shard(tensor: torch.Tensor, file: Any) -> None:
     """Read the shard of a parameter from a slice of a file. Shards along other dimensions are cut from the tensor."""
-    if not (isinstance(tensor, DTensor) and tensor.placements[-1] == Shard(0)) or any(
-        placement != Replicate() for placement in tensor.placements[:-1]
-    ):
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    if not placements or placements[-1] != Shard(0) or any(p != Replicate() for p in placements[:-1]):
         copy_into(tensor, file[:].to(tensor.device))
         return
     local, mesh = tensor.to_local(), tensor.device_mesh
     start = mesh.get_coordinate()[-1] * -(-len(tensor) // mesh.size(-1))
-    if len(local):
-        local.copy_(file[start : start + len(local)].to(local.device))
+    local.copy_(file[start : start + len(local)].to(local.device))
 
 
 def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

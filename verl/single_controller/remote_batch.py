@@ -120,8 +120,8 @@ class RemoteTensor(torch.Tensor):
             yield self._sources[int(ids[0])], torch.arange(len(ids)), self._source_rows
             return
         order = ids.argsort(stable=True)
-        found, counts = ids[order].unique_consecutive(return_counts=True)
-        for i, positions in zip(found.tolist(), order.split(counts.tolist())):
+        numbers, counts = ids[order].unique_consecutive(return_counts=True)
+        for i, positions in zip(numbers.tolist(), order.split(counts.tolist())):
             yield self._sources[i], positions, self._source_rows[positions]
 
     def fetch(self) -> torch.Tensor:
@@ -329,9 +329,8 @@ def unpack_result(packed: Packed, source: Source | None) -> Any:
 
 def _compact(indices: torch.Tensor) -> torch.Tensor | range:
     """Consecutive indices as a range, which is packed without a buffer."""
-    first = int(indices[0])
-    found = range(first, first + len(indices))
-    return found if indices.tolist() == list(found) else indices
+    numbers = indices.tolist()
+    return range(numbers[0], numbers[-1] + 1) if numbers == [*range(numbers[0], numbers[-1] + 1)] else indices
 
 
 def _as_tensor(indices: torch.Tensor | range) -> torch.Tensor:

@@ -80,16 +80,6 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux, bytes on macOS
 
 
-def gpu_memory(device: torch.device) -> dict[str, float]:
-    """Metrics of a GPU in GiB: peaks of this process, and the memory that nobody holds, negative so that a maximum over
-    ranks is the least; empty on a CPU."""
-    if device.type != "cuda":
-        return {}
-    peaks = {"allocated": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
-    free = {"perf/memory_free_gb": -torch.cuda.mem_get_info(device)[0] / 2**30}
-    return {f"perf/max_memory_{name}_gb": size / 2**30 for name, size in peaks.items()} | free
-
-
 def process_rss() -> int:
     """Resident memory of this process in bytes."""
     return psutil.Process().memory_info().rss

@@ -19,7 +19,7 @@ from verl.modeling.token_filter import NO_TOKEN, TokenFilter
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import free_port
-from verl.utils.device import gpu_memory, resolve_device, resolve_dtype
+from verl.utils.device import peak_memory, resolve_device, resolve_dtype
 from verl.weight_sync.base import SyncReport, WeightSync
 from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching, update_micro_batching
 from verl.workers.rollout.methods import NO_TIMEOUT, RolloutMethods, rollout_env
@@ -164,8 +164,14 @@ class ActorWorker(RolloutMethods, EngineWorker):
                 objective = policy_objective(loss_mode, settings, agg, old_is_current, self.distillation)
                 update.add(self.engine.train_batch(mini, objective, micro, self.config.rollout.temperature))
         metrics = update.finish()
-        used = gpu_memory(self.device)
-        return metrics | {name: abs(most) for name, most in zip(used, self.engine.max_over_ranks([*used.values()]))}
+        if self.device.type != "cuda":
+            return metrics
+        peaks = [peak_memory(self.device), torch.cuda.max_memory_reserved(self.device)]
+        allocated, reserved, used = self.engine.max_over_ranks(
+            [size / 2**30 for size in (*peaks, -torch.cuda.mem_get_info(self.device)[0])]
+        )
+        memory = {"max_memory_allocated": allocated, "max_memory_reserved": reserved, "memory_free": -used}
+        return metrics | {f"perf/{name}_gb": size for name, size in memory.items()}
 
 
 def policy_objective(
