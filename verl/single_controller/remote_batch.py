@@ -95,6 +95,7 @@ class RemoteTensor(torch.Tensor):
     ):
         self._name, self._sources = name, tuple(sources)
         self._source_ids, self._source_rows = source_ids, source_rows
+        self._kind = (row_shape, dtype)
         self._copy: torch.Tensor | None = None
         self._copy_version = 0
 
@@ -102,7 +103,7 @@ class RemoteTensor(torch.Tensor):
     def from_source(cls, name: str, source: Source, shape: Sequence[int], dtype: torch.dtype) -> "RemoteTensor":
         """All rows of one column of one source."""
         rows = torch.arange(shape[0])
-        return cls(name, [source], torch.zeros_like(rows), rows, shape[1:], dtype)
+        return cls(name, [source], torch.zeros_like(rows), rows, tuple(shape[1:]), dtype)
 
     @property
     def name(self) -> str:
@@ -142,7 +143,11 @@ class RemoteTensor(torch.Tensor):
         if not by_rows or not self.is_remote:
             return None
         ids, rows = self._source_ids[index], self._source_rows[index]
-        return RemoteTensor(self._name, self._sources, ids, rows, self.shape[1:], self.dtype)
+        return RemoteTensor(self._name, self._sources, ids, rows, *self._kind)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        selected = self._select_rows(index)  # a share for each rank: without the detour over `__torch_function__`
+        return super().__getitem__(index) if selected is None else selected
 
     @classmethod
     def _concat(cls, tensors: Sequence[torch.Tensor]) -> "RemoteTensor | None":
@@ -152,14 +157,14 @@ class RemoteTensor(torch.Tensor):
         offsets: dict[int, int] = {}  # of a tuple of sources, which the parts of one column share
         for tensor in tensors:
             is_remote = isinstance(tensor, RemoteTensor) and tensor.is_remote and tensor.name == first.name
-            if not is_remote or tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]:
+            if not is_remote or tensor._kind != first._kind:
                 return None
             if id(tensor._sources) not in offsets:
                 offsets[id(tensor._sources)] = len(sources)
                 sources += tensor._sources
             ids.append(tensor._source_ids + offsets[id(tensor._sources)])
             rows.append(tensor._source_rows)
-        return cls(first.name, sources, torch.cat(ids), torch.cat(rows), first.shape[1:], first.dtype)
+        return cls(first.name, sources, torch.cat(ids), torch.cat(rows), *first._kind)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -167,9 +172,7 @@ class RemoteTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         selected = None
-        if func is torch.Tensor.__getitem__ and isinstance(args[0], RemoteTensor):
-            selected = args[0]._select_rows(args[1])
-        elif func in (torch.Tensor.index_select, torch.index_select) and len(args) == 3 and args[1] == 0:
+        if func in (torch.Tensor.index_select, torch.index_select) and len(args) == 3 and args[1] == 0:
             selected = args[0]._select_rows(args[2])
         elif func is torch.cat and len(args) == 1 and not kwargs:
             selected = cls._concat(args[0])
