@@ -322,7 +322,8 @@ def _read_shard(tensor: torch.Tensor, file: Any) -> None:
         return
     local, mesh = tensor.to_local(), tensor.device_mesh
     start = mesh.get_coordinate()[-1] * -(-len(tensor) // mesh.size(-1))
-    local.copy_(file[start : start + len(local)].to(local.device))
+    if len(local):  # with more ranks than rows, some have none
+        local.copy_(file[start : start + len(local)].to(local.device))
 
 
 def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
