@@ -1,12 +1,17 @@
 """Cost of the single controller: overhead per call, seconds per step and controller memory, one JSON line each.
 
     python benchmarks/controller.py --rows 1024 8192 65536 --tokens 2048 --ranks 2 --out results.json
+    python benchmarks/controller.py --simulate 1000 --rows 4000 --out results.json
 
 A step is the data movement of PPO without the computation: workers create columns of the real sizes and read those that
 the real ones read; reward and advantages run on the controller. `data` is how batches travel between worker groups:
 "reference" (large columns stay with the rank that created them) or "controller" (everything passes through the
 controller). Each measurement runs in a separate process; `controller_peak_mib` is the increase of its resident memory
 over the value before the first step. A measurement that does not fit into free memory is skipped with a message.
+
+With --simulate N, the ranks do not exist: each call gets N answers as they arrive from Ray, with a reference for each
+large column. What is left is the work of the controller, in milliseconds of processor time per step: splitting batches,
+packing calls, unpacking and concatenating results, merging metrics.
 """
 
 import argparse
@@ -19,6 +24,7 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -27,7 +33,9 @@ from verl.dataflow import DataFlow, Operator, Pipeline
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, LocalWorkerGroup, Worker, WorkerGroup, WorkerSpec, register
 from verl.single_controller.cluster import ResourcePool
-from verl.single_controller.remote_batch import RemoteTensor
+from verl.single_controller.dispatch import Call, Coordinates
+from verl.single_controller.remote_batch import Packed, PackedCall, RemoteTensor, Source, pack, unpack_result
+from verl.single_controller.worker_group import Future
 
 ROOT = Path(__file__).resolve().parents[1]
 EXECUTORS = {  # executor -> supported values of `data`
@@ -74,8 +82,9 @@ def make_group(executor: str, ranks: int) -> WorkerGroup:
     return RayWorkerGroup(spec, ResourcePool("main", (ranks,)))
 
 
-def ppo_step(group: WorkerGroup, by_reference: bool) -> Pipeline:
-    """gen -> reward -> old_log_prob -> ref -> values -> adv -> update, as a flow."""
+def ppo_step(group: WorkerGroup, by_reference: bool, reads_columns: bool = True) -> Pipeline:
+    """gen -> reward -> old_log_prob -> ref -> values -> adv -> update, as a flow. reads_columns: reward and advantages
+    are computed on the controller."""
 
     def arrive(result: DataProto) -> DataProto:
         if by_reference:
@@ -99,12 +108,97 @@ def ppo_step(group: WorkerGroup, by_reference: bool) -> Pipeline:
         return {"advantages": advantages, "returns": advantages + batch.batch["values"]}
 
     flow = DataFlow([Operator("gen", lambda batch: arrive(group.generate(batch)))])
-    flow.add_operator(Operator("reward", reward, writes=("token_level_scores",)))
+    if reads_columns:
+        flow.add_operator(Operator("reward", reward, writes=("token_level_scores",)))
     for column in ("old_log_probs", "ref_log_prob", "values"):
         flow.add_operator(infer(column))
-    flow.add_operator(Operator("adv", adv, writes=("advantages", "returns")))
+    if reads_columns:
+        flow.add_operator(Operator("adv", adv, writes=("advantages", "returns")))
     flow.add_operator(Operator("update", lambda batch: group.update(batch) and None))
     return flow.compile()
+
+
+class Elsewhere(Source):
+    """A column in a process that does not exist."""
+
+    def fetch(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        raise AssertionError(f"the controller reads {name}")
+
+
+class SimulatedPool:
+    """Answers a call for every rank. Packing and unpacking, which the controller does, is part of the measurement."""
+
+    def __init__(self) -> None:
+        self.answers: dict[tuple, Any] = {}
+        self.seconds: dict[str, float] = {}  # part -> processor time
+
+    def call(self, role: str, method: str, calls: list[Call]) -> Future[list]:
+        start = time.process_time()
+        for shared in {
+            id(call.args): call for call in calls
+        }.values():  # ranks with the same rows share their arguments
+            PackedCall((shared.args, shared.kwargs))
+        packed_at = time.process_time()
+        answers = [self.answer(method, call) for call in calls]
+        answered_at = time.process_time()
+        results = [
+            unpack_result(answer, source) if call.collect else None for call, (answer, source) in zip(calls, answers)
+        ]
+        self.count("pack", packed_at - start)
+        self.count("unpack", time.process_time() - answered_at)
+        self.count("answer", answered_at - packed_at)
+        return Future.completed(results)
+
+    def count(self, part: str, seconds: float) -> None:
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+
+    def answer(self, method: str, call: Call) -> tuple[Packed, Source]:
+        """What a rank sends: made once per method and number of rows."""
+        if method == "layout":
+            rank = self.answers["ranks"] = self.answers.get("ranks", -1) + 1
+            return pack(Coordinates(dp=rank)), None
+        batch = call.args[0]
+        key = method, len(batch), batch.meta_info.get("column")
+        if key not in self.answers:
+            # the columns of a rank are larger than what is sent inline, as with 32 thousand tokens
+            self.answers[key] = pack_large(getattr(Synthetic(), method)(batch))
+        return self.answers[key], Elsewhere()
+
+
+def pack_large(value: Any) -> Packed:
+    references = {id(t): (k, tuple(t.shape), t.dtype) for k, t in getattr(value, "tensors", {}).items()}
+    return pack(value, lambda x: references.get(id(x)) if isinstance(x, torch.Tensor) else None)
+
+
+class SimulatedGroup(WorkerGroup):
+    def __init__(self, ranks: int):
+        super().__init__(Synthetic, ranks)
+        self._pool = SimulatedPool()
+
+    def shutdown(self) -> None:
+        """There is nothing to end."""
+
+
+def simulate(ranks: int, rows: int, steps: int) -> dict[str, Any]:
+    """One line: the best of `steps` steps, after a warm-up step."""
+    group, best = SimulatedGroup(ranks), {}
+    pipeline = ppo_step(group, True, reads_columns=False)
+    prompts = DataProto.from_dict({"row": torch.arange(rows)}, {"uid": list(range(rows))}, {"tokens": 2})
+    for step in range(steps + 1):
+        group._pool.seconds, start = {}, time.process_time()
+        pipeline.run(prompts)
+        parts = {name: seconds * 1e3 for name, seconds in group._pool.seconds.items()}
+        total = (time.process_time() - start) * 1e3 - parts.pop("answer")
+        if step and (not best or total < best["total"]):
+            best = {"total": total, **parts}
+    best["dispatch, collect, metrics"] = 2 * best["total"] - sum(best.values())
+    return {
+        "benchmark": "controller_simulated",
+        "ranks": ranks,
+        "rows": rows,
+        "calls_per_step": 5,
+        "ms_per_step": {name: round(value, 1) for name, value in best.items()},
+    }
 
 
 def peak_mib() -> float:
@@ -171,6 +265,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="prompt and response together")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--simulate", type=int, metavar="RANKS", help="ranks that do not exist")
     parser.add_argument("--executor", nargs="+", choices=list(EXECUTORS), default=list(EXECUTORS))
     parser.add_argument("--data", choices=["reference", "controller"], help="only this value, in this process")
     parser.add_argument("--out", type=Path, help="write all lines here, with the command and the versions")
@@ -179,7 +274,10 @@ def main() -> None:
         print(json.dumps(measure(args.executor[0], args.data, args.rows[0], args.tokens, args.ranks, args.steps)))
         return
     lines = []
-    for rows in args.rows:
+    for rows in args.rows if args.simulate else ():
+        lines.append(simulate(args.simulate, rows, args.steps))
+        print(json.dumps(lines[-1]), flush=True)
+    for rows in args.rows if not args.simulate else ():
         for executor in args.executor:
             for data in EXECUTORS[executor]:
                 lines.append(run_one(executor, data, rows, args))

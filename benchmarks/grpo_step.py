@@ -68,6 +68,8 @@ class Work:
 SUITES = {
     "gpu": Work(896, 4864, 24, 14, 2, 151936, True, prompts=64, samples=8, prompt=128, new=512),  # Qwen2.5-0.5B
     "gpu-7b": Work(3584, 18944, 28, 28, 4, 152064, False, prompts=16, samples=8, prompt=128, new=128),  # Qwen2.5-7B
+    "gpu-7b-long": Work(3584, 18944, 28, 28, 4, 152064, False, prompts=32, samples=8, prompt=512, new=512),
+    "gpu-long": Work(1536, 8960, 28, 12, 2, 151936, True, prompts=4, samples=4, prompt=128, new=32768 - 128),
     # layers of Qwen3-30B-A3B: 8 of 48, with 64 of 128 experts; 3.2B parameters
     "gpu-moe": Work(2048, 768, 8, 32, 4, 151936, False, prompts=32, samples=8, prompt=128, new=256, experts=64),
     "cpu": Work(128, 256, 2, 4, 2, 554, False, prompts=16, samples=8, prompt=16, new=64),
@@ -98,7 +100,7 @@ def model_config(work: Work, end: int | None = None, fill: int | None = None) ->
         num_key_value_heads=work.kv_heads,
         vocab_size=work.vocabulary,
         tie_word_embeddings=work.tied,
-        max_position_embeddings=4096,
+        max_position_embeddings=max(4096, work.prompt + work.new),
         bos_token_id=None,
         eos_token_id=end,
         pad_token_id=fill,
@@ -210,6 +212,7 @@ def run_ours(work: Work, folder: Path, args: argparse.Namespace, reporter: Repor
         f"trainer.total_training_steps={args.steps}",
         f"trainer.default_local_dir={folder / f'run_{args.betas[0]}'}",
         "trainer.logger=[jsonl]",
+        "trainer.save_at_end=false",  # a save is no step
         *args.set,
     ]
     trainer = LocalPPOTrainer(overrides=overrides)

@@ -9,11 +9,10 @@ import uuid
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from verl.batch.containers import (
     MERGED_ENTRIES,
@@ -29,6 +28,9 @@ from verl.batch.containers import (
 )
 from verl.batch.rows import DataProtoItem, Rows
 from verl.columns import DataProtoValidationError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict, TensorDictBase
 
 __all__ = [
     "MERGED_ENTRIES",
@@ -111,9 +113,11 @@ class DataProto(Rows, Containers):
 
     @classmethod
     def from_tensordict(
-        cls, tensor_dict: TensorDictBase, meta_info: Mapping[str, Any] | None = None, num_batch_dims: int = 1
+        cls, tensor_dict: "TensorDictBase", meta_info: Mapping[str, Any] | None = None, num_batch_dims: int = 1
     ) -> Self:
         """Make a batch from a TensorDict: stacks of non-tensors are object columns, single non-tensors are metadata."""
+        from tensordict import NonTensorData, NonTensorStack
+
         tensors, objects, info = {}, {}, dict(meta_info or {})
         for name in tuple(tensor_dict.keys()):
             value = tensor_dict.get(name)
@@ -125,8 +129,10 @@ class DataProto(Rows, Containers):
                 tensors[name] = value
         return cls.from_dict(tensors, objects, info, num_batch_dims)
 
-    def to_tensordict(self) -> TensorDict:
+    def to_tensordict(self) -> "TensorDict":
         """Return a TensorDict: the tensors, the object columns (NonTensorStack) and the metadata (NonTensorData)."""
+        from tensordict import NonTensorData, NonTensorStack, TensorDict
+
         if twice := [name for name in self.meta_info if name in self]:
             raise DataProtoValidationError(f"{twice} are both columns and entries of meta_info: rename one of them")
         objects = {

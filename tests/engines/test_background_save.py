@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.engines.ranks import (
     OPTIMIZER,
@@ -18,6 +19,7 @@ from tests.engines.ranks import (
     share_of,
     train,
 )
+from verl.engines import checkpoint
 from verl.engines.base import MicroBatching
 from verl.engines.checkpoint import ShardWriter
 
@@ -125,7 +127,9 @@ def save_while_training(path: str, out: Path) -> None:
 
 
 def saves_on_rank(path: str, out: Path) -> list[str]:
+    checkpoint.FILE_ELEMENTS = 2000
     save_while_training(path, out)
+    assert len(list((out / "now" / "shards").glob(f"__{dist.get_rank()}_*.distcp"))) == checkpoint.WRITERS
     return one_rank_cannot_write(path, out / "bad")
 
 

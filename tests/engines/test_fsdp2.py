@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -30,6 +31,7 @@ from tests.engines.ranks import (
     share_of,
     train,
 )
+from verl.engines import sharding as engine_sharding
 from verl.engines.base import MicroBatching
 from verl.engines.parallel import planned_layers
 from verl.model_merger.merge import MergeOptions, merge
@@ -204,6 +206,7 @@ def test_the_huggingface_folder_beside_the_shards_describes_the_model_that_is_tr
 
 def weights_after_a_forward_pass(path: str) -> tuple[dict, set]:
     """The weights, and the dtypes of a norm's weight in the forward pass."""
+    engine_sharding.load_module = None  # each rank reads its shards from the files
     engine, dtypes = make_engine(path, OPTIMIZER, sharded=True, dtype="bf16", reshard_after_forward=False), set()
     norm = engine.module.get_submodule("model.layers.0.input_layernorm")
     norm.register_forward_pre_hook(lambda norm, inputs: dtypes.add(norm.weight.dtype))
@@ -212,14 +215,28 @@ def weights_after_a_forward_pass(path: str) -> tuple[dict, set]:
 
 
 def test_weights_are_those_loaded_not_what_a_forward_pass_left_gathered(path):
-    """Every rank gets them from the first, which alone read the files. A pass in bf16 gathers them in bf16, which is
-    half of the bytes, and leaves no rounded copy."""
+    """A pass in bf16 gathers them in bf16, which is half of the bytes, and leaves no rounded copy."""
     expected = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
     for weights, gathered in run_on_ranks(2, weights_after_a_forward_pass, path):
         assert gathered == {torch.bfloat16}
         assert weights.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(weights[name], value), name
+
+
+def test_a_shard_with_nan_is_refused_on_every_rank(tmp_path):
+    path = save_model(qwen2(), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"][-1] = float("nan")  # of the last rank
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    for message in run_on_ranks(2, refusal, path):
+        assert "1 of 2" in message and "the first is model.norm.weight" in message
+
+
+def refusal(path: str) -> str:
+    with pytest.raises(ValueError, match="expected finite weights") as error:
+        make_engine(path, OPTIMIZER, sharded=True)
+    return str(error.value)
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

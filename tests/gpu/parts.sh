@@ -11,6 +11,9 @@ part() { # seconds at most, name, command: its output is shown and kept in $out/
     shift 2
     [[ " ${ONLY:-$name} " == *" $name "* ]] || return 0
     echo "=== $name"
-    timeout -k 5 "$limit" "$@" 2>&1 | tee "$out/$name.log"
-    codes+=("$name: exit ${PIPESTATUS[0]}, $((SECONDS - start)) s")
+    setsid timeout -k 5 "$limit" "$@" > >(tee "$out/$name.log") 2>&1 &
+    local session=$! code=0
+    wait "$session" || code=$?
+    pkill -KILL -s "$session" # what a program that was killed has left: the next part needs the GPU
+    codes+=("$name: exit $code, $((SECONDS - start)) s")
 }

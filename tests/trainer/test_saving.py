@@ -6,17 +6,22 @@ import os
 import re
 import signal
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from tests.trainer.runs import lines, metrics_of, steps_in
+from verl.checkpoints import store
 from verl.config.schema import TrainerConfig
+from verl.engines.checkpoint import ShardWriter
 from verl.trainer.guards.early_stopping import Best, ValidationWatch
 from verl.trainer.guards.interruption import Interruption, Stopped
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.main_ppo import main
 from verl.trainer.startup.launch import run as launch
+from verl.trainer.state import checkpointing
+from verl.trainer.state.checkpointing import Checkpointer
 
 METRIC = "val-core/task/acc/mean@1"
 
@@ -65,9 +70,28 @@ def chosen(settings) -> list[str]:
     ],
 )
 def test_a_run_saves_at_its_end(given, saved, chosen, tmp_path, caplog):
+    caplog.set_level("INFO")
     LocalPPOTrainer(overrides=[*chosen, *given, "trainer.total_training_steps=3"]).fit()
     assert steps_in(tmp_path / "run") == saved
     assert ("the trained model will not be saved" in caplog.text) == (not saved)
+    assert ("nothing with trainer.save_at_end=false" in caplog.text) == (given == ["trainer.save_freq=-1"])
+
+
+def test_training_goes_on_while_checksums_are_computed(chosen, tmp_path, caplog, monkeypatch):
+    """The end of the run waits for them, and says so."""
+    gate, seal, write = threading.Event(), store._seal, ShardWriter.write
+    monkeypatch.setattr(ShardWriter, "write", lambda shards: time.sleep(0.2) or write(shards))
+    monkeypatch.setattr(store, "_seal", lambda *arguments: (gate.wait(60) and time.sleep(0.1)) or seal(*arguments))
+    monkeypatch.setattr(checkpointing, "_REPORT_INTERVAL", 0.02)
+    caplog.set_level("INFO")
+    saving = ["trainer.save_freq=1", "trainer.save_at_end=false", "actor_rollout_ref.actor.checkpoint.async_save=true"]
+    trainer = LocalPPOTrainer(overrides=[*chosen, *saving, "trainer.total_training_steps=3"])
+    trainer.checkpointer.save = lambda step, is_due: step == 1 and Checkpointer.save(trainer.checkpointer, step, is_due)
+    trainer.on_step.append(lambda report: gate.set() if report.step == 3 and not steps_in(tmp_path / "run") else None)
+    trainer.fit()
+    assert gate.is_set() and steps_in(tmp_path / "run") == [1]
+    assert re.search(r"\[save\] blocked for \d", caplog.text)
+    assert re.search(r"\[save\] writing_global_step_1: [.\d]+ .*B in \d s", caplog.text)
 
 
 # ---- signals --------------------------------------------------------------------------------------------------------

@@ -3,14 +3,16 @@
 import copy
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
 
 from verl.columns import DataProtoValidationError, check_layout
 from verl.registry import did_you_mean
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict, TensorDictBase
 
 
 def same(a: Any, b: Any) -> bool:
@@ -73,7 +75,7 @@ class Containers:
 
     def __init__(
         self,
-        batch: TensorDictBase | Mapping[str, torch.Tensor] | None = None,
+        batch: "TensorDictBase | Mapping[str, torch.Tensor] | None" = None,
         non_tensor_batch: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ):
@@ -91,9 +93,11 @@ class Containers:
         if len(set(lengths.values())) > 1:
             raise DataProtoValidationError(f"the columns of one batch need the same number of rows, found {lengths}")
         # an empty TensorDict keeps its number of rows: select([]) of 4 rows has 4 rows
-        bare = batch.batch_size[0] if isinstance(batch, TensorDictBase) and batch.batch_size else 0
-        self._batch = TensorDict(tensors, batch_size=[next(iter(lengths.values()), bare)])
-        self._is_emptied = isinstance(batch, TensorDictBase)  # without tensors, `batch` is then empty, not None
+        size = getattr(batch, "batch_size", ())
+        self._rows = next(iter(lengths.values()), size[0] if size else 0)
+        self._tensors: dict[str, torch.Tensor] = tensors
+        self._batch: TensorDict | None = None  # once `batch` was asked for, it has the tensors
+        self._is_emptied = hasattr(batch, "batch_size")  # without tensors, `batch` is then empty, not None
         self.non_tensor_batch: dict[str, np.ndarray] = objects
         self.meta_info: dict[str, Any] = dict(meta_info or {})
 
@@ -137,31 +141,33 @@ class Containers:
         self, rows: int, tensors: Mapping[str, torch.Tensor], objects: Mapping[str, Any], meta_info: Mapping[str, Any]
     ) -> Self:
         """Make a batch that has `rows` rows even if it has no columns. Its `batch` is None only if that of this is."""
-        built = type(self)(tensors or TensorDict({}, batch_size=[rows]), objects, meta_info)
-        built._is_emptied = self.batch is not None
+        built = type(self)(tensors, objects, meta_info)
+        built._rows, built._is_emptied = rows, self._is_emptied or bool(self.tensors)
         return built
 
     def _become(self, source: "Containers") -> Self:
         """Take over the containers of a batch that is not used elsewhere."""
-        self._batch, self.non_tensor_batch, self.meta_info = source._batch, source.non_tensor_batch, source.meta_info
-        self._is_emptied = source._is_emptied
+        self.__dict__.update(vars(source))
         return self
 
     @property
-    def batch(self) -> TensorDict | None:
+    def batch(self) -> "TensorDict | None":
         """The tensor columns, with batch size (B,); None if the batch never had one."""
-        return self._batch if self._batch.keys() or self._is_emptied else None
+        if self._batch is None and (self._tensors or self._is_emptied):
+            from tensordict import TensorDict
+
+            self._batch = TensorDict(self._tensors, batch_size=[self._rows])
+        return self._batch if self._batch is not None and (self._batch.keys() or self._is_emptied) else None
 
     @batch.setter
-    def batch(self, batch: TensorDict | None) -> None:
-        rows = next((len(column) for column in self.non_tensor_batch.values()), len(self))
-        self._batch = TensorDict({}, batch_size=[rows]) if batch is None else batch
-        self._is_emptied = batch is not None
+    def batch(self, batch: "TensorDict | None") -> None:
+        self._rows = next((len(column) for column in self.non_tensor_batch.values()), len(self))
+        self._batch, self._tensors, self._is_emptied = batch, {}, batch is not None
 
     # ---- metadata ---------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return self._batch.batch_size[0]
+        return self._rows if self._batch is None else self._batch.batch_size[0]
 
     def __repr__(self) -> str:
         tensors = [f"{k} {tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for k, v in self.tensors.items()]
@@ -171,7 +177,7 @@ class Containers:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensor columns as a plain dict."""
-        return dict(self._batch.items())
+        return dict((self._tensors if self._batch is None else self._batch).items())
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -382,7 +388,7 @@ def concat_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 # ---- plain containers, under the names of public verl ---------------------------------------------------------------
 
 
-def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
+def union_tensor_dict(tensor_dict1: "TensorDict", tensor_dict2: "TensorDict") -> "TensorDict":
     """Add the entries of the second TensorDict to the first, in place, and return it.
 
     Raises:
@@ -431,14 +437,16 @@ def deserialize_single_tensor(arr: tuple[str, Iterable[int] | str, Any]) -> torc
     return flat.view(getattr(torch, dtype)).view(tuple(shape))
 
 
-def serialize_tensordict(batch: TensorDict) -> tuple[tuple[int, ...], str | None, dict[str, Any]]:
+def serialize_tensordict(batch: "TensorDict") -> tuple[tuple[int, ...], str | None, dict[str, Any]]:
     """Convert a TensorDict of tensors to (batch size, device, name -> serialized tensor)."""
     device = None if batch.device is None else str(batch.device)
     return tuple(batch.batch_size), device, {k: serialize_single_tensor(v) for k, v in batch.items()}
 
 
-def deserialize_tensordict(arr: tuple[Iterable[int], str | None, dict[str, Any]]) -> TensorDict:
+def deserialize_tensordict(arr: tuple[Iterable[int], str | None, dict[str, Any]]) -> "TensorDict":
     """Undo `serialize_tensordict`."""
+    from tensordict import TensorDict
+
     batch_size, device, entries = arr
     tensors = {k: deserialize_single_tensor(v) for k, v in entries.items()}
     return TensorDict(tensors, batch_size=batch_size, device=device)

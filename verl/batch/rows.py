@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from verl.batch.containers import DataProtoConfig
 from verl.columns import DataProtoValidationError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 @dataclass
@@ -23,7 +25,7 @@ class DataProtoItem:
         meta_info: the metadata of the batch.
     """
 
-    batch: TensorDict | None = None
+    batch: "TensorDict | None" = None
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
@@ -73,8 +75,7 @@ class Rows:
         return self._build(len(index), tensors, objects, self.meta_info)
 
     def _item(self, row: int) -> DataProtoItem:
-        tensors = {k: v[row] for k, v in self.tensors.items()}
-        tensors = TensorDict(tensors, batch_size=[]) if tensors else None
+        tensors = None if self.batch is None else self.batch[row]
         return DataProtoItem(tensors, {k: v[row] for k, v in self.non_tensor_batch.items()}, self.meta_info)
 
     def reorder(self, indices: Any) -> Self:

@@ -143,10 +143,10 @@ class CheckpointStore:
         try:
             make_folder(self.root)
             self._remove_leftovers()
-            serial = 1 + self.last_serial()
             folder.mkdir()
             yield folder
-            _seal(folder, serial)
+            if not (folder / MANIFEST).exists():
+                self.seal(folder)
             self._size = folder_size(folder)
             self._publish(folder, step)
         except BaseException as error:
@@ -155,6 +155,13 @@ class CheckpointStore:
             raise
         if self.keep is not None:
             self.prune(self.keep)
+
+    def seal(self, folder: Path) -> None:
+        """Flush the files in the folder of `writing` and write their checksums, which can take as long as writing them.
+
+        The end of the block does it otherwise. Another thread may call it within the block.
+        """
+        _seal(folder, 1 + self.last_serial())
 
     def warn_of_space(self, weights: int = 0) -> None:
         """Warn, once until it fits again, that the next checkpoint, as large as the newest one, will not fit.

@@ -4,7 +4,7 @@ import copy
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -147,7 +147,7 @@ def load_module(spec: ModelSpec) -> nn.Module:
     if not has_4_bits:
         module = module.to(spec.device)
     if not spec.random_init:
-        _check_finite(module, spec.section.path)
+        check_finite(module.named_parameters(), spec.section.path)
     if not has_4_bits:
         return _with_adapters(module, spec)
     from verl.engines import lora, quantization
@@ -159,11 +159,18 @@ def load_module(spec: ModelSpec) -> nn.Module:
 
 
 @torch.no_grad()
-def _check_finite(module: nn.Module, path: str) -> None:
-    """Raise ValueError if a parameter has NaN or infinite values. One pass over the weights, no copy."""
-    parameters = [(name, p) for name, p in module.named_parameters() if p.numel()]
+def check_finite(
+    tensors: Iterable[tuple[str, torch.Tensor]], path: str, any_rank: Callable[[list[float]], list[float]] = list
+) -> None:
+    """Raise ValueError if a parameter has NaN or infinite values. One pass over the weights, no copy.
+
+    Args:
+        any_rank: the maximum over all ranks, if the tensors are shards.
+    """
+    parameters = [(name, p if p.numel() else p.new_zeros(1)) for name, p in tensors]
     extremes = torch.stack([torch.stack(p.aminmax()).float() for _, p in parameters])  # NaN if there is a NaN
-    broken = [name for (name, _), finite in zip(parameters, extremes.isfinite().all(1).tolist()) if not finite]
+    flags = any_rank((~extremes.isfinite().all(1)).float().tolist())
+    broken = [name for (name, _), flag in zip(parameters, flags) if flag]
     if broken:
         raise ValueError(
             f"model.path={path}: expected finite weights, found NaN or infinite values in {len(broken)} of "

@@ -6,21 +6,36 @@ layer (tensor parallelism). Ranks with different samples may share the experts o
 """
 
 import dataclasses
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import GenerationConfig
 
+from verl.checkpoints.safetensors_files import SafetensorsFiles
 from verl.engines.base import EngineSpec
 from verl.engines.checkpoint import copy_into
-from verl.engines.loading import ModelSpec, TokenModel, check_sequence_parallel, checked, empty_module, load_module
+from verl.engines.loading import (
+    ModelSpec,
+    TokenModel,
+    check_finite,
+    check_sequence_parallel,
+    checked,
+    empty_module,
+    load_module,
+)
 from verl.engines.memory import HOST
 from verl.engines.micro_batch import split_to
 from verl.engines.parallel import device_mesh, init_process_group, reduce_values, tensor_parallel
 from verl.engines.quantization import check_quantization
 from verl.modeling.attention import is_packed, use_default_attention
 from verl.modeling.huggingface import around_embeddings
+from verl.modeling.model_types import LLAMA_LIKE
 from verl.modeling.sequence_parallel import SequenceRanks
 
 
@@ -93,6 +108,7 @@ class FSDP2(Sharding):
         self.tp_size = spec.engine.tensor_parallel_size
         self.ep_size = spec.engine.expert_parallel_size
         self._first_copy: torch.nn.Module | None = None
+        self._files: SafetensorsFiles | None = None
         init_process_group(spec.device, spec.timeout)
         self.is_first_rank = dist.get_rank() == 0
         self.dp_group = dist.group.WORLD
@@ -126,11 +142,21 @@ class FSDP2(Sharding):
     # ---- parameters ---------------------------------------------------------------------------------------------
 
     def build(self, spec: ModelSpec) -> torch.nn.Module:
-        """Build on "meta" on every rank; only the host of the first rank has a full copy, until `shard` is done."""
+        """Build on "meta" on every rank, and open the files of the weights, of which `shard` reads a shard.
+
+        If the weights are not in the files as the module has them, the host of the first rank has a full copy until
+        `shard` is done.
+        """
         on_host = dataclasses.replace(spec, device=HOST)
         module = empty_module(on_host)
         if self.sequence_ranks is not None:
             check_sequence_parallel(module, self.sp_size, self.tp_size)
+        files = files_of(module, on_host)
+        if not any(self.max_over_ranks([float(files is None)])):
+            self._files = files
+            with suppress(OSError):  # there is none
+                module.generation_config = GenerationConfig.from_pretrained(files.folder)
+            return module
         packs = is_packed(module)
         self._first_copy = checked(load_module(on_host), on_host) if self.is_first_rank else None
         if self._first_copy is not None:
@@ -180,7 +206,7 @@ class FSDP2(Sharding):
                 skipped.update(layer.modules())
                 fully_shard(layer, mesh=layer_mesh, **options)
         fully_shard(model, mesh=full_mesh, **options)
-        self._broadcast_parameters(model)
+        self._load_parameters(model, spec.section.path)
 
     def _options(self, spec: ModelSpec) -> dict[str, Any]:
         on_gpu, is_mixed = self.device.type == "cuda", spec.compute_dtype != spec.model_dtype
@@ -195,14 +221,23 @@ class FSDP2(Sharding):
         }
 
     @torch.no_grad()
-    def _broadcast_parameters(self, model: TokenModel) -> None:
-        """Broadcast the first rank's parameters and buffers one by one, so that only one full tensor exists at a
-        time."""
+    def _load_parameters(self, model: TokenModel, path: str) -> None:
+        """Read the shards of this rank, or broadcast the first rank's parameters and buffers one by one, so that only
+        one full tensor exists at a time."""
         device, module = self.device, model.module
         model.to_empty(device=HOST if self.section.offload_policy else device)
         for name, buffer in module.named_buffers():  # FSDP keeps buffers where the layers compute
             owner, _, last = name.rpartition(".")
-            setattr(module.get_submodule(owner), last, buffer.to(device))
+            layer = module.get_submodule(owner)
+            value = type(layer)(module.config).get_buffer(last) if self._files is not None else buffer
+            setattr(layer, last, value.to(device))
+        if self._files is not None:
+            for name, tensor in module.named_parameters():
+                _read_shard(tensor, self._files.slice_of(name))
+            self._files = None
+            shards = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in module.named_parameters())
+            check_finite(shards, path, self.max_over_ranks)
+            return
         source = _named_tensors(self._first_copy) if self._first_copy is not None else None
         if source is not None and (untied := sorted(source.keys() - _named_tensors(module).keys())):
             raise ValueError(
@@ -259,6 +294,36 @@ def make_sharding(spec: EngineSpec) -> Sharding:
         if size > 1:
             raise ValueError(f"{key} is {size}, but there is one process: use 1")
     return Sharding()
+
+
+def files_of(module: torch.nn.Module, spec: ModelSpec) -> SafetensorsFiles | None:
+    """The files of a policy's weights if they have exactly its parameters, by name and shape; else None.
+
+    Only for families whose layers are known to compute packed rows (`loading.checked` finds out for others).
+    """
+    section, folder = spec.section, Path(spec.section.path).expanduser()
+    is_plain = spec.kind == "causal_lm" and module.config.model_type in LLAMA_LIKE and is_packed(module)
+    if not is_plain or spec.random_init or section.has_adapters or section.quantization == "nf4":
+        return None
+    try:
+        files = SafetensorsFiles(folder)
+    except (ValueError, SafetensorError):  # reported by the loader of transformers
+        return None
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
+    saved, needed = files.shapes(), {name: shapes[name] for name, _ in module.named_parameters()}
+    return files if needed.items() <= saved.items() <= shapes.items() else None
+
+
+def _read_shard(tensor: torch.Tensor, file: Any) -> None:
+    """Read the shard of a parameter from a slice of a file. Shards along other dimensions are cut from the tensor."""
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    if not placements or placements[-1] != Shard(0) or any(p != Replicate() for p in placements[:-1]):
+        copy_into(tensor, file[:].to(tensor.device))
+        return
+    local, mesh = tensor.to_local(), tensor.device_mesh
+    start = mesh.get_coordinate()[-1] * -(-len(tensor) // mesh.size(-1))
+    if len(local):  # with more ranks than rows, some have none
+        local.copy_(file[start : start + len(local)].to(local.device))
 
 
 def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ actors the object store of Ray does.
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -94,6 +95,7 @@ class RemoteTensor(torch.Tensor):
     ):
         self._name, self._sources = name, tuple(sources)
         self._source_ids, self._source_rows = source_ids, source_rows
+        self._kind = (row_shape, dtype)
         self._copy: torch.Tensor | None = None
         self._copy_version = 0
 
@@ -101,7 +103,7 @@ class RemoteTensor(torch.Tensor):
     def from_source(cls, name: str, source: Source, shape: Sequence[int], dtype: torch.dtype) -> "RemoteTensor":
         """All rows of one column of one source."""
         rows = torch.arange(shape[0])
-        return cls(name, [source], torch.zeros_like(rows), rows, shape[1:], dtype)
+        return cls(name, [source], torch.zeros_like(rows), rows, tuple(shape[1:]), dtype)
 
     @property
     def name(self) -> str:
@@ -114,10 +116,14 @@ class RemoteTensor(torch.Tensor):
 
     def by_source(self) -> Iterator[tuple[Source, torch.Tensor, torch.Tensor]]:
         """Yield (source, positions in this tensor, rows of the source) for each source that has rows of this tensor."""
-        for i, source in enumerate(self._sources):
-            positions = (self._source_ids == i).nonzero().flatten()
-            if len(positions):
-                yield source, positions, self._source_rows[positions]
+        ids = self._source_ids
+        if len(ids) and bool((ids == ids[0]).all()):  # the share of a rank
+            yield self._sources[int(ids[0])], torch.arange(len(ids)), self._source_rows
+            return
+        order = ids.argsort(stable=True)
+        numbers, counts = ids[order].unique_consecutive(return_counts=True)
+        for i, positions in zip(numbers.tolist(), order.split(counts.tolist())):
+            yield self._sources[i], positions, self._source_rows[positions]
 
     def fetch(self) -> torch.Tensor:
         """Return the rows as an ordinary tensor. The first call fetches them, later calls return the same tensor."""
@@ -137,21 +143,28 @@ class RemoteTensor(torch.Tensor):
         if not by_rows or not self.is_remote:
             return None
         ids, rows = self._source_ids[index], self._source_rows[index]
-        return RemoteTensor(self._name, self._sources, ids, rows, self.shape[1:], self.dtype)
+        return RemoteTensor(self._name, self._sources, ids, rows, *self._kind)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        selected = self._select_rows(index)  # a share for each rank: without the detour over `__torch_function__`
+        return super().__getitem__(index) if selected is None else selected
 
     @classmethod
     def _concat(cls, tensors: Sequence[torch.Tensor]) -> "RemoteTensor | None":
         """Concatenate along the rows; None if a tensor is local or does not match, which is left to `torch.cat`."""
         first = next(t for t in tensors if isinstance(t, RemoteTensor))
         sources, ids, rows = [], [], []
+        offsets: dict[int, int] = {}  # of a tuple of sources, which the parts of one column share
         for tensor in tensors:
             is_remote = isinstance(tensor, RemoteTensor) and tensor.is_remote and tensor.name == first.name
-            if not is_remote or tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]:
+            if not is_remote or tensor._kind != first._kind:
                 return None
-            ids.append(tensor._source_ids + len(sources))
+            if id(tensor._sources) not in offsets:
+                offsets[id(tensor._sources)] = len(sources)
+                sources += tensor._sources
+            ids.append(tensor._source_ids + offsets[id(tensor._sources)])
             rows.append(tensor._source_rows)
-            sources += tensor._sources
-        return cls(first.name, sources, torch.cat(ids), torch.cat(rows), first.shape[1:], first.dtype)
+        return cls(first.name, sources, torch.cat(ids), torch.cat(rows), *first._kind)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -159,9 +172,7 @@ class RemoteTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         selected = None
-        if func is torch.Tensor.__getitem__ and isinstance(args[0], RemoteTensor):
-            selected = args[0]._select_rows(args[1])
-        elif func in (torch.Tensor.index_select, torch.index_select) and len(args) == 3 and args[1] == 0:
+        if func in (torch.Tensor.index_select, torch.index_select) and len(args) == 3 and args[1] == 0:
             selected = args[0]._select_rows(args[2])
         elif func is torch.cat and len(args) == 1 and not kwargs:
             selected = cls._concat(args[0])
@@ -208,10 +219,10 @@ class _Pickler(pickle.Pickler):
         super().__init__(stream, protocol=5, buffer_callback=buffers.append)
         self._to_reference = to_reference
 
-    def persistent_id(self, value: Any) -> Any:
-        return self._to_reference(value)
-
     def reducer_override(self, value: Any) -> Any:
+        reference = self._to_reference(value) if isinstance(value, torch.Tensor) else None
+        if reference is not None:
+            return _resolved, (reference,)
         if isinstance(value, RemoteTensor):
             value = value.fetch()
         if isinstance(value, DataProto):
@@ -223,13 +234,11 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, head: Any, buffers: Sequence[Any], resolve: Callable[[Any], Any]):
-        super().__init__(BytesIO(head), buffers=buffers)
-        self._resolve = resolve
+_RESOLVE: ContextVar[Callable[[Any], Any]] = ContextVar("_RESOLVE")  # of the `loads` that is running
 
-    def persistent_load(self, reference: Any) -> Any:
-        return self._resolve(reference)
+
+def _resolved(reference: Any) -> Any:
+    return _RESOLVE.get()(reference)
 
 
 def dumps(value: Any, to_reference: Callable[[Any], Any] = _no_reference) -> tuple[bytes, list[memoryview]]:
@@ -237,8 +246,8 @@ def dumps(value: Any, to_reference: Callable[[Any], Any] = _no_reference) -> tup
 
     Args:
         value: Any picklable value. Tensors arrive as CPU tensors without a graph.
-        to_reference: Maps a value inside `value` to a picklable reference that is sent in its place, or to None to
-            send the value itself.
+        to_reference: Maps a tensor inside `value` to a picklable reference that is sent in its place, or to None to
+            send the tensor itself.
 
     Returns:
         The pickle, and the buffers in the order in which `loads` takes them.
@@ -251,7 +260,11 @@ def dumps(value: Any, to_reference: Callable[[Any], Any] = _no_reference) -> tup
 
 def loads(head: Any, buffers: Sequence[Any] = (), resolve: Callable[[Any], Any] = _no_reference) -> Any:
     """Inverse of `dumps`. Tensors use the memory of `buffers`; `resolve` maps a reference back to its value."""
-    return _Unpickler(head, buffers, resolve).load()
+    token = _RESOLVE.set(resolve)
+    try:
+        return pickle.loads(head, buffers=buffers)
+    finally:
+        _RESOLVE.reset(token)
 
 
 # ---- results and calls --------------------------------------------------------------------------------------------
@@ -301,7 +314,7 @@ def pack_result(value: Any) -> tuple[Packed, Columns | None]:
     if not large:
         return pack(value), None
     references = {id(t): (name, tuple(t.shape), t.dtype) for name, t in large.items()}
-    packed = pack(value, lambda x: references.get(id(x)) if isinstance(x, torch.Tensor) else None)
+    packed = pack(value, lambda x: references.get(id(x)))
     tensors = {name: t.detach().cpu().contiguous() for name, t in large.items()}
     arrays = {name: t.reshape(len(t), -1).view(torch.uint8).numpy() for name, t in tensors.items()}
     return packed, Columns(arrays, {name: (tuple(t.shape[1:]), t.dtype) for name, t in tensors.items()})
@@ -310,6 +323,16 @@ def pack_result(value: Any) -> tuple[Packed, Columns | None]:
 def unpack_result(packed: Packed, source: Source | None) -> Any:
     """On the controller: unpack a result, with a RemoteTensor for each large column, which `source` reads."""
     return unpack(packed, lambda reference: RemoteTensor.from_source(reference[0], source, *reference[1:]))
+
+
+def _compact(indices: torch.Tensor) -> torch.Tensor | range:
+    """Consecutive indices as a range, which is packed without a buffer."""
+    numbers = indices.tolist()
+    return range(numbers[0], numbers[-1] + 1) if numbers == [*range(numbers[0], numbers[-1] + 1)] else indices
+
+
+def _as_tensor(indices: torch.Tensor | range) -> torch.Tensor:
+    return torch.arange(indices.start, indices.stop) if isinstance(indices, range) else indices
 
 
 class PackedCall:
@@ -321,8 +344,9 @@ class PackedCall:
     """
 
     def __init__(self, value: Any):
-        self.sources: list[Source] = []
+        self._numbers: dict[Source, int] = {}
         self.packed = pack(value, self._to_reference)
+        self.sources = list(self._numbers)
 
     def _to_reference(self, value: Any) -> Any:
         """Reference to a remote column: (shape, dtype, [(positions, index of the source, its column, rows)])."""
@@ -330,9 +354,8 @@ class PackedCall:
             return None
         chunks = []
         for source, positions, rows in value.by_source():
-            if source not in self.sources:
-                self.sources.append(source)
-            chunks.append((positions, self.sources.index(source), value.name, rows))
+            number = self._numbers.setdefault(source, len(self._numbers))
+            chunks.append((_compact(positions), number, value.name, _compact(rows)))
         return tuple(value.shape), value.dtype, chunks
 
 
@@ -346,7 +369,7 @@ def load_call(packed: Packed, sources: Sequence[Source]) -> Any:
 
     def resolve(reference: tuple) -> torch.Tensor:
         shape, dtype, chunks = reference
-        chunks = [(positions, sources[n].fetch(name, rows)) for positions, n, name, rows in chunks]
+        chunks = [(_as_tensor(at), sources[n].fetch(name, _as_tensor(rows))) for at, n, name, rows in chunks]
         return assemble_rows(shape, chunks) if chunks else torch.empty(shape, dtype=dtype)
 
     return unpack(packed, resolve)

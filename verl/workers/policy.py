@@ -160,9 +160,14 @@ class ActorWorker(RolloutMethods, EngineWorker):
                 objective = policy_objective(loss_mode, settings, agg, old_is_current, self.distillation)
                 update.add(self.engine.train_batch(mini, objective, micro, self.config.rollout.temperature))
         metrics = update.finish()
-        (peak,) = self.engine.max_over_ranks([peak_memory(self.device) / 2**30])
-        memory = {"perf/max_memory_allocated_gb": peak} if self.device.type == "cuda" else {}
-        return {**metrics, **memory}
+        if self.device.type != "cuda":
+            return metrics
+        peaks = [peak_memory(self.device), torch.cuda.max_memory_reserved(self.device)]
+        allocated, reserved, used = self.engine.max_over_ranks(
+            [size / 2**30 for size in (*peaks, -torch.cuda.mem_get_info(self.device)[0])]
+        )
+        memory = {"max_memory_allocated": allocated, "max_memory_reserved": reserved, "memory_free": -used}
+        return metrics | {f"perf/{name}_gb": size for name, size in memory.items()}
 
 
 def policy_objective(

@@ -97,7 +97,11 @@ def check_saving(config: Schema) -> None:
             raise ValueError(
                 f"trainer.{name} is set, but trainer.test_freq is {trainer.test_freq}: set trainer.test_freq"
             )
-    if trainer.save_freq in (-1, 0) and not (trainer.save_at_end or trainer.save_best or trainer.val_only):
+    if trainer.save_freq not in (-1, 0) or trainer.val_only:
+        return
+    if trainer.save_at_end:
+        logger.info("trainer.save_freq=%s: saved at the end; nothing with trainer.save_at_end=false", trainer.save_freq)
+    elif not trainer.save_best:
         logger.warning("the trained model will not be saved, because trainer.save_at_end is false")
 
 

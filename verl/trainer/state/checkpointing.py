@@ -12,10 +12,13 @@ import copy
 import logging
 import operator
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +39,7 @@ from verl.trainer.guards.interruption import Stopped
 from verl.trainer.guards.operator_watch import OperatorTimeout
 from verl.trainer.state.identity import Identity
 from verl.trainer.state.saved_state import load_state, save_state
-from verl.utils.disk import DiskError, file_sizes
+from verl.utils.disk import DiskError, file_sizes, folder_size, format_bytes
 from verl.utils.redaction import redacted
 from verl.utils.rng import rng_state, set_rng_state
 
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("verl.trainer")
 
 _POLL_INTERVAL = 0.05  # seconds between two polls of a checkpoint that is being written
+_REPORT_INTERVAL = 5.0  # seconds between two lines about a checkpoint that the run waits for
 _VISIBLE_SECONDS = 60.0  # for a file to be visible on all nodes: network file systems cache their folders
 
 _RESTARTS = {"optimizer": "the moments of Adam start at 0", "extra": "the learning-rate schedule starts over"}
@@ -65,6 +69,24 @@ def _reading(folder: Path) -> Iterator[None]:
             f"{last.lineno}): it is damaged, of another version, or its `load_state_dict` failed (the log has the "
             f"stack); if it is damaged, {DELETE}"
         ) from error
+
+
+@contextmanager
+def _reporting(folder: Path) -> Iterator[None]:
+    """While the run waits for a checkpoint, log every few seconds how much of it is written."""
+    done, start = threading.Event(), time.monotonic()
+
+    def report() -> None:
+        while not done.wait(_REPORT_INTERVAL):
+            with suppress(OSError):  # the folder is renamed or removed meanwhile
+                written = format_bytes(folder_size(folder))
+                logger.info("[save] %s: %s in %.0f s", folder.name[1:], written, time.monotonic() - start)
+
+    threading.Thread(target=report, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 class BadStepsError(FloatingPointError):
@@ -135,6 +157,8 @@ class Checkpointer:
         self._durations = Durations(wait_limits(self.run.config))
         self._serial: int | None = None  # of the newest checkpoint before this run
         self._pending: _Pending | None = None
+        self._sealing: Future[None] | None = None  # of the pending checkpoint, once all roles have written
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="seal")
         self._saves = describe_saving(self.run.config.trainer) != "never"
 
     @property
@@ -162,8 +186,9 @@ class Checkpointer:
         if self._serial is None:  # a custom loop
             self._serial = self.store.last_serial()
         start, path = time.perf_counter(), self.store.path(step)
-        with ExitStack() as stack:
+        with ExitStack() as stack, ExitStack() as reports:
             folder = stack.enter_context(self.store.writing(step))
+            reports.enter_context(_reporting(folder))
             for role in self._present_roles():
                 self.roles[role].save_checkpoint(folder / role)
                 self.run.inputs.tokenizer.save_pretrained(folder / role / "huggingface")
@@ -177,7 +202,7 @@ class Checkpointer:
             record = asdict(self.watch.best) | {"saved_as_best": not is_due} if is_best else None
             self._pending = _Pending(path, start, folder, stack.pop_all(), record)
         self.saved_step, self.saved_path = step, path
-        self.poll()
+        self.poll(wait=self._is_written())
         if self._pending is not None:
             logger.info("[save] blocked for %.2fs; writing %s in the background", time.perf_counter() - start, path)
         return path
@@ -236,27 +261,17 @@ class Checkpointer:
             if self._saves:
                 self.store.warn_of_space()
             return
-        groups = [self.roles[role] for role in self._present_roles()]
-        start, limit = time.monotonic(), self._durations.limit("write")
-        try:
-            while not all(all(group.is_checkpoint_written()) for group in groups):
-                if not wait:
+        pending = self._pending
+        with _reporting(pending.written) if wait else nullcontext():
+            try:
+                if not self._is_sealed(pending, wait):
                     return
-                if time.monotonic() - start > limit.seconds:
-                    raise OperatorTimeout(
-                        f"{self._pending.path} is not written after {limit.seconds:g} s (limit: {limit.reason})"
-                    )
-                time.sleep(_POLL_INTERVAL)  # an interruption here leaves the write as it is
-        except Exception:
-            pending, self._pending = self._pending, None
-            with pending.folder:
-                raise
-        pending, self._pending = self._pending, None
-        with pending.folder:
-            for group in groups:
-                group.finish_checkpoint()
-            for role in self._present_roles():
-                self._check_shared(role, pending.written / role)
+            except Exception:
+                self._pending = self._sealing = None
+                with pending.folder:
+                    raise
+        self._pending = self._sealing = None
+        pending.folder.close()
         if pending.best is not None:
             self.store.mark_best(pending.best)
             logger.info("[save] best checkpoint: %(metric)s = %(value).4g at step %(step)d", pending.best)
@@ -267,11 +282,35 @@ class Checkpointer:
         self._durations.record("write", seconds)
         logger.info("[save] %.2fs %s", seconds, pending.path)
 
+    def _is_written(self) -> bool:
+        return all(all(self.roles[role].is_checkpoint_written()) for role in self._present_roles())
+
+    def _is_sealed(self, pending: _Pending, wait: bool) -> bool:
+        """Whether all roles have written, and a thread has computed the checksums. Raises their errors."""
+        start, limit = time.monotonic(), self._durations.limit("write")
+        while self._sealing is None or not self._sealing.done():
+            if self._sealing is None and self._is_written():
+                for role in self._present_roles():
+                    self.roles[role].finish_checkpoint()
+                for role in self._present_roles():  # before the checksums: a file that is not visible has none
+                    self._check_shared(role, pending.written / role)
+                self._sealing = self._sealer.submit(self.store.seal, pending.written)
+            if not wait:
+                return False
+            if time.monotonic() - start > limit.seconds:
+                raise OperatorTimeout(
+                    f"{pending.path} is not written after {limit.seconds:g} s (limit: {limit.reason})"
+                )
+            # an interruption here leaves the write as it is
+            time.sleep(_POLL_INTERVAL) if self._sealing is None else futures.wait([self._sealing], _POLL_INTERVAL)
+        self._sealing.result()
+        return True
+
     def finish_pending_save(self, error: BaseException) -> None:
         """Complete the pending checkpoint of a run that failed with `error`, if its workers can still write it."""
         if self._pending is not None and isinstance(error, Stopped):  # a second signal: at once
             logger.warning("%s is discarded", self._pending.path)
-            pending, self._pending = self._pending, None
+            pending, self._pending, self._sealing = self._pending, None, None
             with suppress(Stopped), pending.folder:
                 raise error
         if self._pending is not None and isinstance(error, KeyboardInterrupt):
