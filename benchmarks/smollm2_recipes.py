@@ -203,7 +203,10 @@ def schedule(waiting: list[Job], args: argparse.Namespace) -> list[Run]:
         taken = {gpu: sum(run.job.share for run in running if run.gpu == gpu) for gpu in gpus}
         gpu = min(gpus, key=lambda gpu: taken[gpu])
         left = end - time.monotonic()
-        chosen = next((job for job in waiting if taken[gpu] + job.share <= args.places and job.seconds < left), None)
+        chosen = next(
+            (job for job in waiting if taken[gpu] + min(job.share, args.places) <= args.places and job.seconds < left),
+            None,
+        )
         if chosen is None:
             time.sleep(0.5)
             if not running:

@@ -8,6 +8,7 @@ float32. Greedy accuracy on questions that are not in the training set is measur
 """
 
 import argparse
+import functools
 import logging
 import shutil
 import sys
@@ -153,7 +154,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("verl").setLevel(logging.WARNING)
     console = Console()
     with user_errors(), Alive(console.print, lambda: "looking for the model, downloading and converting it"):
-        model = find_model(None if args.model == "smollm2" else args.model, console.print)
+        say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        model = find_model(None if args.model == "smollm2" else args.model, say)
     start = time.perf_counter()
     shutil.rmtree(args.out, ignore_errors=True)
     rows = PROMPTS * args.steps
