@@ -121,7 +121,8 @@ def test_no_bar_of_a_library_stands_between_the_lines(tmp_path):
     code = "from verl.utils.log import setup_logging; setup_logging(); from tqdm.auto import tqdm\n"
     code += "import sys; from transformers import LlamaConfig, LlamaForCausalLM as M\n"
     code += "sizes = dict(intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)\n"
-    code += "M(LlamaConfig(hidden_size=8, **sizes)).save_pretrained(sys.argv[1]); M.from_pretrained(sys.argv[1]); list(tqdm([1]))"
+    code += "M(LlamaConfig(hidden_size=8, **sizes)).save_pretrained(sys.argv[1])\n"
+    code += "M.from_pretrained(sys.argv[1]); list(tqdm([1]))"
     seen = {}
     for name, env in {"plain": {}, "asked": {"TQDM_DISABLE": ""}}.items():
         command = [sys.executable, "-c", code, str(tmp_path / name)]
