@@ -61,6 +61,8 @@ def jobs() -> list[Job]:
         _gsm8k("", 1),
         _gsm8k("SFT with lr 1e-4", 1, "optim.lr=1e-4"),
         _gsm8k("no SFT", 1, "none"),
+        _gsm8k("SFT of 4 epochs", 1, "trainer.total_epochs=4"),
+        _gsm8k("GRPO with lr 3e-5, 16 samples", 1, "", f"{ACTOR}optim.lr=3e-5", "actor_rollout_ref.rollout.n=16"),
         _gsm8k("", 2),
         _gsm8k("", 3),
     ]
@@ -78,7 +80,12 @@ def jobs() -> list[Job]:
             *(Job("smollm2_lora", seed, *rest) for rest in (((), "all weights"), (LORA, "LoRA"))),
             Job("smollm2_lora", seed, (*LORA, f"{MODEL}quantization=nf4"), "QLoRA"),
         ]
-    return long[:3] + rest[:11] + long[3:] + rest[11:]
+    rest += [
+        Job("smollm2_dpo", 1, ("dpo.loss=orpo", "optim.lr=1e-5"), "ORPO, lr 1e-5", 150),
+        Job("smollm2_dpo", 1, ("optim.lr=1e-5",), "lr 1e-5", 150),
+        Job("smollm2_countdown", 1, (f"{ACTOR}optim.lr=5e-6", "actor_rollout_ref.rollout.n=16"), "lr 5e-6, 16 samples"),
+    ]
+    return long[:5] + rest[:11] + long[5:] + rest[11:]
 
 
 class Run:

@@ -20,6 +20,7 @@ LORA = ("actor_rollout_ref.model.lora_rank=32",)
 #: what is trained -> settings, and the numbers of GPUs that support it
 METHODS = {
     "all weights": ((), COUNTS),
+    "all weights, AdamW8bit": (("actor_rollout_ref.actor.optim.optimizer=AdamW8bit",), COUNTS),
     "LoRA": (LORA, COUNTS),
     "QLoRA": ((*LORA, "actor_rollout_ref.model.quantization=nf4"), (1,)),
 }

@@ -68,22 +68,29 @@ class Roles:
     """Roles whose canaries are given: the policy is a table, and its log-probs change by a step in each version."""
 
     def __init__(
-        self, noise: float, step: float, keeps: int | None = None, narrow: bool = True, compared: bool = False
+        self,
+        noise: float,
+        step: float,
+        keeps: int | None = None,
+        narrow: bool = True,
+        compared: bool = False,
+        tokens: int = 16,
+        seed: int = 0,
     ):
-        self.compared = compared
+        self.compared, self.tokens = compared, tokens
         self.noise, self.step, self.keeps, self.narrow, self.version = noise, step, keeps, narrow, 0
-        self.generator = torch.Generator().manual_seed(0)
+        self.generator = torch.Generator().manual_seed(seed)
         self.world = {"rollout": self, "actor": self}
 
     def _log_probs(self, version: int) -> torch.Tensor:
-        direction = torch.randn(16, generator=torch.Generator().manual_seed(1))
+        direction = torch.randn(self.tokens, generator=torch.Generator().manual_seed(1))
         return -1.0 + self.step * version * direction
 
     def canary_response(self, prompt, max_tokens):
         assert (len(prompt), max_tokens) == (16, 16)
         version = self.version if self.keeps is None else min(self.version, self.keeps)
-        noise = self.noise * torch.randn(16, generator=self.generator)
-        return [Completion(list(range(16)), (self._log_probs(version) + noise).tolist(), "length")]
+        noise = self.noise * torch.randn(self.tokens, generator=self.generator)
+        return [Completion(list(range(self.tokens)), (self._log_probs(version) + noise).tolist(), "length")]
 
     def canary_log_probs(self, batch):
         return [self._log_probs(self.version)[None].expand(len(batch), -1)]
@@ -125,6 +132,18 @@ def test_noise_of_16_bits_is_no_alarm_and_old_weights_are_one():
     assert "still generates with the weights of version 0" in message
     # in float32 a single update is enough
     assert "version 10" in outcome(Roles(1e-6, 1e-4, keeps=0, narrow=False))
+
+
+def test_a_response_of_a_few_tokens_says_less():
+    """Of 4 tokens: a run of SmolLM2-135M with answers of 4 tokens was stopped by a mean of 0.116, and by a change of
+    0.058 beside rounding of the same size."""
+    for seed in range(200):
+        for step in (0.0, 1e-3, 6e-3):
+            assert outcome(Roles(0.05, step, tokens=4, seed=seed)) == "intact", (seed, step)
+    assert "version 0, expected version 10" in outcome(Roles(0.0, 1e-3, keeps=0, tokens=4)), "the same bit by bit"
+    assert "does not generate with the weights" in outcome(Roles(0.006, 0.1, keeps=0, tokens=4), (10,))
+    assert outcome(Roles(0.15, 0.0, tokens=16)) != "intact"
+    assert outcome(Roles(0.1, 0.0, tokens=1)) == "intact"
 
 
 def test_checks_are_due_after_the_first_push_and_then_at_multiples():

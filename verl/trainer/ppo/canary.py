@@ -24,7 +24,7 @@ from verl.single_controller.worker_group import WorkerGroup
 from verl.trainer.guards.mismatch import CAUSES, RolloutMismatchError
 from verl.weight_sync.base import is_check_due
 
-#: tokens of the prompt and of the response
+#: tokens of the prompt and of the response; with fewer than half of them, a mean says little about old weights
 _TOKENS = 16
 #: dtype -> largest (mean, maximum) difference of log-probs due to rounding. About 100 times what is measured in float32
 #: and 25 times in bfloat16 (docs/rollout.md)
@@ -126,13 +126,14 @@ class Canary:
 
     def _compare(self, rank: int, check: _Check) -> None:
         limits = _LIMITS[self.kind]
+        limits = limits[0] * (_TOKENS / len(check.tokens)) ** 0.5, limits[1]  # the standard error of a mean
         mean, largest = float(check.mismatch.mean()), float(check.mismatch.max())
         if mean <= limits[0] and largest <= limits[1]:
             return
         subject, weights = f"rollout DP rank {rank}", f"the weights of version {check.version}"
         difference = (
             f"its log-probs of a greedy response differ from those of the trainer by {mean:.3g} on average and "
-            f"{largest:.3g} at most, expected at most {limits[0]:g} and {limits[1]:g} ({self.kind})"
+            f"{largest:.3g} at most, expected at most {limits[0]:.3g} and {limits[1]:g} ({self.kind})"
         )
         if (old := self._last.get(rank)) is not None:  # so the computation is the same
             problem = (
@@ -156,6 +157,7 @@ class Canary:
             return
         to_old = float((check.rollout - old.trained).abs().mean())
         closer = changed > _MUCH * float(old.mismatch.mean()) and to_old * _MUCH < changed
+        closer = closer and 2 * len(check.tokens) >= _TOKENS
         if closer or torch.equal(check.rollout, old.rollout):
             raise StaleWeightsError(
                 f"rollout DP rank {rank} still generates with the weights of version {old.version}, expected version "
