@@ -121,7 +121,7 @@ def test_a_panel_on_a_terminal(width):
         "length 5.12",
         "update_actor 0.38s",
         "+ s=[bold]abc -> cba",
-        "ETA    0:00",
+        "   0:00  ETA    0:00",
         "gsm8k/acc/mean@1 0.017 (step 1) -> 0.500 (step 30)",
     ):
         assert part in last

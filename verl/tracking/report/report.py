@@ -102,19 +102,15 @@ def report_data(run: RecordedRun) -> dict[str, Any]:
         "extremes": _extremes(steps),
         "validation": _validation_samples(run),
         "changed": dict(run.about.get("changed", {})),
+        "command": run.about.get("command"),
+        "packages": run.about.get("packages", {}),
         "config": dict(run.config),
     }
 
 
 def _about(run: RecordedRun) -> dict[str, Any]:
-    values = {
-        "state": run.state,
-        "algorithm": run.algorithm,
-        "model": run.model,
-        "project": run.about.get("project"),
-        "experiment": run.about.get("experiment"),
-        "error": run.about.get("error"),
-    }
+    values = {name: run.about.get(name) for name in ("project", "experiment", "error")}
+    values = {"state": run.state, "algorithm": run.algorithm, "model": run.model} | values
     return {name: value for name, value in values.items() if value}
 
 
@@ -134,7 +130,11 @@ def _tiles(run: RecordedRun) -> list[tuple[str, str, str]]:
         step, best = best_point(name, series)
         value = f"{series[0][1]:.3g} → {series[-1][1]:.3g}"
         tiles.append((run.validation_label(name), value, f"best {best:.3g} at step {step}"))
-    return [*tiles, ("time", format_duration(run.seconds), "steps and validations")]
+    trainer, note = run.config, "steps and validations"
+    if "perf/max_memory_allocated_gb" in run.metrics:  # on GPUs
+        gpus = trainer.get("trainer.nnodes", 1) * trainer.get("trainer.n_gpus_per_node", 1)
+        note += f"; {run.seconds * gpus / 3600:.2g} GPU hours"
+    return [*tiles, ("time", format_duration(run.seconds), note)]
 
 
 def _panels(run: RecordedRun) -> Iterator[dict[str, Any]]:

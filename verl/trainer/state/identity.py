@@ -86,7 +86,7 @@ class Identity:
             files = self._files()
             self._state = {group: [fingerprint(path) for path in files[group]] for group in GROUPS}
             self._state["data"] += [[name, 0, 0, digest] for name, digest in self._data_digests().items() if digest]
-            self._state["packages"] = _versions()
+            self._state["packages"] = package_versions()
             self._state["variables"] = digests(self._values)
         return self._state
 
@@ -246,7 +246,8 @@ def _texts(value: Any) -> list[str]:
     return [each for each in values if isinstance(each, str) and each and len(each) < 1000]
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """The versions of the installed packages that a result depends on."""
     versions = {}
     for name in _PACKAGES:
         try:
