@@ -176,10 +176,8 @@ def summary(path: Path) -> str:
     if path.suffix == ".ipynb":
         text = "".join(json.loads(text)["cells"][0]["source"])
     if path.suffix == ".py":
-        line = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-    else:
-        line = next((line[1:].strip() for line in text.splitlines() if line.startswith("# ")), "")
-    return line
+        return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    return next((line[1:].strip() for line in text.splitlines() if line.startswith("# ")), "")
 
 
 # ---- recipes --------------------------------------------------------------------------------------------------------

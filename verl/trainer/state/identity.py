@@ -6,7 +6,6 @@ configuration. A change that makes it another experiment is refused with a list 
 """
 
 import hashlib
-import importlib.metadata
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from verl.engines.traits import built_in_strategies
 from verl.registry import did_you_mean
 from verl.rollout.traits import built_in_engines
 from verl.utils.data_names import SUFFIXES, DataName
+from verl.utils.packages import version_of
 from verl.utils.redaction import digest, digests, redact, redacted
 
 logger = logging.getLogger("verl.trainer")
@@ -248,10 +248,4 @@ def _texts(value: Any) -> list[str]:
 
 def package_versions() -> dict[str, str]:
     """The versions of the installed packages that a result depends on."""
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+    return {name: version for name in _PACKAGES if (version := version_of(name)) is not None}
