@@ -26,6 +26,8 @@ PACKAGES = ("torch", "transformers", "tensordict", "peft", "bitsandbytes")
 SEEDS = (1, 2, 3)
 ACTOR, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 LORA = (f"{MODEL}lora_rank=16", f"{MODEL}lora_alpha=32", f"{ACTOR}optim.lr=2e-4")
+#: without the teacher of a distillation
+GRPO = ("distillation.enabled=false", f"{ACTOR}optim.lr=2e-5", "trainer.total_training_steps=100")
 #: of a process that shares its GPU
 SHARED = "{}ppo_max_token_len_per_gpu={} actor_rollout_ref.rollout.gpu_memory_utilization={}"
 TINY = ("data.train_batch_size=2", f"{ACTOR}ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=2")
@@ -74,15 +76,15 @@ def jobs() -> list[Job]:
             Job("smollm2_dpo", seed, seconds=150),
             Job("smollm2_format", seed, seconds=150),
             Job("smollm2_search", seed, seconds=150),
-            Job("smollm2_sort", seed),
+            Job("smollm2_distill", seed, GRPO, "control: GRPO", 150),
             Job("smollm2_countdown", seed),
             Job("smollm2_sft", seed, seconds=100),
             *(Job("smollm2_lora", seed, *rest) for rest in (((), "all weights"), (LORA, "LoRA"))),
             Job("smollm2_lora", seed, (*LORA, f"{MODEL}quantization=nf4"), "QLoRA"),
         ]
     rest += [
-        Job("smollm2_dpo", 1, ("dpo.loss=orpo", "optim.lr=1e-5"), "ORPO, lr 1e-5", 150),
-        Job("smollm2_dpo", 1, ("optim.lr=1e-5",), "lr 1e-5", 150),
+        Job("smollm2_dpo", 1, ("dpo.loss=orpo",), "ORPO", 150),
+        Job("smollm2_dpo", 1, ("optim.lr=1e-6",), "lr 1e-6", 150),
         Job("smollm2_countdown", 1, (f"{ACTOR}optim.lr=5e-6", "actor_rollout_ref.rollout.n=16"), "lr 5e-6, 16 samples"),
     ]
     return long[:5] + rest[:11] + long[5:] + rest[11:]

@@ -220,7 +220,7 @@ def test_hours_of_gpus(folder):
     (folder / "a" / "run.json").write_text(json.dumps(about))
     with (folder / "a" / "metrics.jsonl").open("a") as file:
         used = 5400 - open_run(folder / "a").seconds
-        file.write(json.dumps({"step": 99, "timing_s/step": used, "perf/max_memory_allocated_gb": 1.0}) + "\n")
+        file.write("\n" + json.dumps({"step": 99, "timing_s/step": used, "perf/max_memory_allocated_gb": 1.0}) + "\n")
     tiles = {name: note for name, _, note in report_data(open_run(folder / "a"))["tiles"]}
     assert tiles["time"] == "steps and validations; 12 GPU hours"
 

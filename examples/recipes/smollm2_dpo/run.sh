@@ -2,7 +2,7 @@
 # A warm-up of 20 steps of SFT on sorted lists; then pairs of a sorted list and one with two neighbors exchanged.
 source "$(dirname "$0")/../common.sh"
 "$PYTHON" "$RECIPES/tasks.py" sort --out "$DATA"
-CONFIG=$RECIPES/smollm2_sort/config.yaml
+CONFIG=$RECIPES/smollm2_sft/rl.yaml
 verl sft --config "$RECIPES/smollm2_sft/config.yaml" data.train_files="$DATA/sft.jsonl" model.path="$MODEL" \
     trainer.default_local_dir="$OUT/sft" trainer.seed="$SEED" trainer.total_training_steps=20 optim.lr=5e-5
 WARM=$(ls -d "$OUT"/sft/global_step_*/actor/huggingface)
