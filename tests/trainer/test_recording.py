@@ -200,6 +200,7 @@ def test_the_report_in_a_browser(finished, tmp_path):
             assert first.locator("path.raw").get_attribute("d").count("L") == 11
             assert first.locator("circle.dot").count() == 3
             assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert page.locator("#reproduce pre").inner_text() == report_data(open_run(finished[2]))["command"]
             first.locator("svg").hover()
             assert page.locator("#tooltip").inner_text().startswith("step ")
             assert page.locator("#browser .sample").count() == 3

@@ -60,8 +60,9 @@ function ticks(low, high, count) {
 function axes(host, title, xs, ys, height = 190, marks = null) {
   const width = Math.max(host.clientWidth, 240), left = 46, right = 16, top = 8, bottom = 22;
   const [x0, x1] = xs[0] === xs[1] ? [xs[0] - 1, xs[1] + 1] : xs;
-  // a constant is drawn between 0 and twice its value
-  const [y0, y1] = ys[0] === ys[1] ? [Math.min(0, 2 * ys[0]), ys[0] === 0 ? 1 : Math.max(0, 2 * ys[0])] : ys;
+  // a constant, but for a ten-thousandth, is drawn between 0 and twice its value
+  const size = Math.max(Math.abs(ys[0]), Math.abs(ys[1]));
+  const [y0, y1] = ys[1] - ys[0] > 1e-4 * size ? ys : [Math.min(0, 2 * ys[0]), size === 0 ? 1 : Math.max(0, 2 * ys[1])];
   const x = (value) => left + ((value - x0) / (x1 - x0)) * (width - left - right);
   const y = (value) => height - bottom - ((value - y0) / (y1 - y0)) * (height - top - bottom);
   const node = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": title });
