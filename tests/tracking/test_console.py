@@ -121,10 +121,11 @@ def test_a_panel_on_a_terminal(width):
         "length 5.12",
         "update_actor 0.38s",
         "+ s=[bold]abc -> cba",
-        "   0:00  ETA    0:00",
+        "ETA    0:00",
         "gsm8k/acc/mean@1 0.017 (step 1) -> 0.500 (step 30)",
     ):
         assert part in last
+    assert re.search(r" \d:\d\d  ETA    0:00", last), "the time since the start"
     assert "0.03 ▁" in last and "█ 1.00" in last
     assert {len(line) for line in last.strip().splitlines()} == {width}
 
