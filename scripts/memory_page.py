@@ -13,13 +13,14 @@ from verl.cli import plan
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
 START, END = "<!-- table -->\n", "<!-- end of table -->\n"
 
-MODELS = ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B")
+MODELS = ("0.5B", "1.5B", "3B", "7B", "14B", "32B")
 GPUS = {"RTX-4090": "24 GB", "A100-40GB": "40 GB", "H100": "80 GB", "H200": "141 GB"}
 COUNTS = (1, 2, 4, 8)
 LORA = ("actor_rollout_ref.model.lora_rank=32",)
 #: what is trained -> settings, and the numbers of GPUs that support it
 METHODS = {
     "all weights": ((), COUNTS),
+    "AdamW8bit": (("actor_rollout_ref.actor.optim.optimizer=AdamW8bit",), COUNTS),
     "LoRA": (LORA, COUNTS),
     "QLoRA": ((*LORA, "actor_rollout_ref.model.quantization=nf4"), (1,)),
 }

@@ -1,8 +1,12 @@
 """The showcase: its task, where it finds the model, a run of it, and the commands of the page of baselines."""
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
+from urllib.error import HTTPError, URLError
 
 import pytest
 
@@ -88,6 +92,43 @@ def test_sources_in_order_and_one_line_for_each_failure(sources):
     ]
     assert smollm2.find_model(say=lines.append) == folder  # from the cache
     assert asked == ["hub", "package"]
+
+
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        (URLError(OSError(-2, "Name or service not known")), "Name or service not known"),
+        (URLError(TimeoutError("timed out")), "timed out"),
+        (URLError("unknown url type: ftp"), "<urlopen error unknown url type: ftp>"),
+        (HTTPError("http://hub", 404, "Not Found", {}, None), "HTTP Error 404: Not Found"),
+        (ConnectionRefusedError(111, "Connection refused"), "Connection refused"),
+    ],
+)
+def test_a_source_that_cannot_be_reached_has_a_plain_reason(error, line):
+    assert smollm2._one_line(error) == line
+
+
+def test_what_the_package_needs_is_named_before_the_hub_is_tried(sources, monkeypatch):
+    sources[1].add("hub")
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    lines = []
+    smollm2.find_model(say=lines.append)
+    assert lines[0].endswith("needs: pip install gguf accelerate") and "trying the hub" in lines[1]
+
+
+def test_no_bar_of_a_library_stands_between_the_lines(tmp_path):
+    """A program of ours prints its own lines; a bar that was asked for is shown."""
+    code = "from verl.utils.log import setup_logging; setup_logging(); from tqdm.auto import tqdm\n"
+    code += "import sys; from transformers import LlamaConfig, LlamaForCausalLM as M\n"
+    code += "sizes = dict(intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)\n"
+    code += "M(LlamaConfig(hidden_size=8, **sizes)).save_pretrained(sys.argv[1])\n"
+    code += "M.from_pretrained(sys.argv[1]); list(tqdm([1]))"
+    seen = {}
+    for name, env in {"plain": {}, "asked": {"TQDM_DISABLE": ""}}.items():
+        command = [sys.executable, "-c", code, str(tmp_path / name)]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | env, check=True)
+        seen[name] = done.stderr
+    assert seen["plain"] == "" and "100%" in seen["asked"]
 
 
 def test_no_source_names_the_fix_and_leaves_nothing_behind(sources):

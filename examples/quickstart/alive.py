@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Alive:
-    """Context manager that logs the current activity after `seconds` without another line.
+    """Context manager that logs the current activity after `seconds` without another line, then after twice as many ...
 
         with Alive(print, lambda: "downloading the model"):
             download()                    # still running after 10 s: downloading the model
@@ -40,4 +40,5 @@ class Alive:
         while not self._ended.wait(max(0.01, self._last + self._seconds - time.perf_counter())):
             if time.perf_counter() >= self._last + self._seconds:
                 self.reset()
+                self._seconds *= 2
                 self._log(f"still running after {self._last - self._start:.0f} s: {self._activity()}")

@@ -8,6 +8,7 @@ float32. Greedy accuracy on questions that are not in the training set is measur
 """
 
 import argparse
+import functools
 import logging
 import shutil
 import sys
@@ -28,6 +29,7 @@ from examples.quickstart.tasks import ALIVE_SECONDS, SEED, STEPS, check_output_f
 from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import save_curves
 from verl.trainer.base import StepReport
+from verl.trainer.guards.interruption import Stopped
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.output.samples import generations
 from verl.trainer.startup.command_line import user_errors, whole_number
@@ -153,7 +155,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("verl").setLevel(logging.WARNING)
     console = Console()
     with user_errors(), Alive(console.print, lambda: "looking for the model, downloading and converting it"):
-        model = find_model(None if args.model == "smollm2" else args.model, console.print)
+        say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        model = find_model(None if args.model == "smollm2" else args.model, say)
     start = time.perf_counter()
     shutil.rmtree(args.out, ignore_errors=True)
     rows = PROMPTS * args.steps
@@ -166,7 +169,12 @@ def main(argv: list[str] | None = None) -> int:
     overrides = [*settings(model, data, args.out / "rl", args.steps, args.seed), *args.override]
     with user_errors(), Alive(console.print, lambda: "reading the model and the data"):
         showcase = Showcase(overrides, args.seed)
-    showcase.run(f"GRPO of {model.name} on sums of two-digit numbers")
+    try:
+        showcase.run(f"GRPO of {model.name} on sums of two-digit numbers")
+    except Stopped:
+        if saved := showcase.trainer.checkpoints.latest():
+            say(f"model so far: {saved / 'actor' / 'huggingface'}  (HuggingFace format)")
+        raise
     report(console, showcase, args, time.perf_counter() - start)
     return 0
 

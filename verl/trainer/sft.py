@@ -101,8 +101,9 @@ class SFTTrainer(Trainer):
         trainer = self.config.trainer
         return (
             f"would train {counted(self.total_steps, 'step')} of {self.recipe.name} from {self.config.model.path} with "
-            f"{self.world_size} process{'es' * (self.world_size > 1)}; data: {self.source.describe('samples')}; "
-            f"checkpoints: {describe_saving(trainer)}, in {trainer.default_local_dir}\n{self._first_row()}"
+            f"{self.world_size} process{'es' * (self.world_size > 1)}\n"
+            f"  data:        {self.source.describe('samples')}\n"
+            f"  checkpoints: {describe_saving(trainer)}, in {trainer.default_local_dir}\n{self._first_row()}"
         )
 
     def _first_row(self) -> str:

@@ -110,6 +110,7 @@ def setup_logging(level: int | str | None = None) -> None:
         logger.setLevel(level.upper() if isinstance(level, str) else level)
     if logger.hasHandlers():
         return
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries between the lines; downloads of the hub keep theirs
     write_any_text()
     if is_live(console()):
         handler: logging.Handler = _TerminalHandler()

@@ -60,7 +60,9 @@ function ticks(low, high, count) {
 function axes(host, title, xs, ys, height = 190, marks = null) {
   const width = Math.max(host.clientWidth, 240), left = 46, right = 16, top = 8, bottom = 22;
   const [x0, x1] = xs[0] === xs[1] ? [xs[0] - 1, xs[1] + 1] : xs;
-  const [y0, y1] = ys[0] === ys[1] ? [ys[0] - (Math.abs(ys[0]) * 0.1 || 1), ys[1] + (Math.abs(ys[1]) * 0.1 || 1)] : ys;
+  // a constant, but for a ten-thousandth, is drawn between 0 and twice its value
+  const size = Math.max(Math.abs(ys[0]), Math.abs(ys[1]));
+  const [y0, y1] = ys[1] - ys[0] > 1e-4 * size ? ys : [Math.min(0, 2 * ys[0]), size === 0 ? 1 : Math.max(0, 2 * ys[1])];
   const x = (value) => left + ((value - x0) / (x1 - x0)) * (width - left - right);
   const y = (value) => height - bottom - ((value - y0) / (y1 - y0)) * (height - top - bottom);
   const node = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": title });
@@ -126,13 +128,20 @@ function drawPanel(host, panel) {
   plot.node.addEventListener("pointerleave", () => { cross.setAttribute("visibility", "hidden"); untip(); });
 }
 
+/** The name of a curve: what it adds to the title of its panel. Its id is shown beside the pointer. */
+function nameOf(curve, panel) {
+  if (curve.kind === "dots") return curve.label;
+  const words = curve.label.split("/").pop().replace(/_/g, " ");
+  return panel.curves.filter((other) => other.kind !== "dots").length > 1 || panel.title === curve.label ? words : panel.title;
+}
+
 function panelCard(panel) {
   const card = el("div", { class: "card panel" }, el("h3", { title: panel.help }, panel.title));
   const host = el("div");
   const legend = el("div", { class: "legend" });
   panel.curves.forEach((curve, i) => {
     const last = curve.points[curve.points.length - 1][1];
-    legend.append(el("span", {}, el("i", { style: `background: var(--c${i % COLORS})` }), `${curve.label} ${short(last)}`));
+    legend.append(el("span", {}, el("i", { style: `background: var(--c${i % COLORS})` }), `${nameOf(curve, panel)} ${short(last)}`));
   });
   card.append(host, legend);
   if (panel.limits) {
@@ -386,6 +395,10 @@ function main() {
   const changed = Object.entries(data.changed).map(([key, { value, default: plain }]) => [key, shown(value), shown(plain)]);
   $("changed").append(el("div", { class: "card" }, table(["setting", "value", "default"], changed)));
   $("config").append(el("div", { class: "card" }, table(["setting", "value"], Object.entries(data.config).map(([key, value]) => [key, shown(value)]))));
+  if (data.command) {
+    const packages = Object.entries(data.packages).map(([name, version]) => `${name} ${version}`).join(", ");
+    $("reproduce").append(el("pre", {}, data.command), el("p", { class: "note" }, packages));
+  } else $("reproduce").remove();
   for (const link of document.querySelectorAll("nav a")) if (!document.querySelector(link.getAttribute("href"))) link.remove();
 }
 

@@ -102,19 +102,15 @@ def report_data(run: RecordedRun) -> dict[str, Any]:
         "extremes": _extremes(steps),
         "validation": _validation_samples(run),
         "changed": dict(run.about.get("changed", {})),
+        "command": run.about.get("command"),
+        "packages": run.about.get("packages", {}),
         "config": dict(run.config),
     }
 
 
 def _about(run: RecordedRun) -> dict[str, Any]:
-    values = {
-        "state": run.state,
-        "algorithm": run.algorithm,
-        "model": run.model,
-        "project": run.about.get("project"),
-        "experiment": run.about.get("experiment"),
-        "error": run.about.get("error"),
-    }
+    values = {name: run.about.get(name) for name in ("project", "experiment", "error")}
+    values = {"state": run.state, "algorithm": run.algorithm, "model": run.model} | values
     return {name: value for name, value in values.items() if value}
 
 
@@ -134,32 +130,33 @@ def _tiles(run: RecordedRun) -> list[tuple[str, str, str]]:
         step, best = best_point(name, series)
         value = f"{series[0][1]:.3g} → {series[-1][1]:.3g}"
         tiles.append((run.validation_label(name), value, f"best {best:.3g} at step {step}"))
-    return [*tiles, ("time", format_duration(run.seconds), "steps and validations")]
+    trainer, note = run.config, "steps and validations"
+    if "perf/max_memory_allocated_gb" in run.metrics:  # on GPUs
+        gpus = trainer.get("trainer.nnodes", 1) * trainer.get("trainer.n_gpus_per_node", 1)
+        note += f"; {run.seconds * gpus / 3600:.2g} GPU hours"
+    return [*tiles, ("time", format_duration(run.seconds), note)]
 
 
 def _panels(run: RecordedRun) -> Iterator[dict[str, Any]]:
     for index, (title, names) in enumerate(PANELS.items()):
-        present = [name for name in names if name in run.metrics][:1]
-        if present:
+        if present := [name for name in names if name in run.metrics][:1]:
             validation = run.validation_names if title == "score" or (title == "loss" and index == 1) else []
             yield _panel(run, title, present, validation if run.reward_name == present[0] else [])
     for title, names in _MORE_PANELS.items():
-        present = [name for name in names if name in run.metrics]
-        if present:
+        if present := [name for name in names if name in run.metrics]:
             yield _panel(run, title, present)
 
 
 def _panel(run: RecordedRun, title: str, names: Sequence[str], validation: Sequence[str] = ()) -> dict[str, Any]:
     """Curves that share the axes. `limits`: of the y-axis, if outliers would stretch it."""
     curves = []
-    for name in names:
-        points = _thinned(run.metrics[name], MAX_POINTS)
-        mean = dict(zip((step for step, _ in run.metrics[name]), centred_mean([v for _, v in run.metrics[name]])))
-        smooth = [mean[step] for step, _ in points] if len(points) > 10 else []
-        curves.append({"label": name, "kind": "line", "points": points, "smooth": smooth})
-    for name in validation:
-        points = _thinned(run.metrics[name], MAX_POINTS)
-        curves.append({"label": run.validation_label(name), "kind": "dots", "points": points, "smooth": []})
+    for name in (*names, *validation):
+        series, kind = run.metrics[name], "line" if name in names else "dots"
+        points = _thinned(series, MAX_POINTS)
+        mean = dict(zip((step for step, _ in series), centred_mean([value for _, value in series])))
+        smooth = [mean[step] for step, _ in points] if len(points) > 10 and kind == "line" else []
+        label = name if kind == "line" else run.validation_label(name)
+        curves.append({"label": label, "kind": kind, "points": points, "smooth": smooth})
     values = [value for curve in curves for _, value in curve["points"]]
     return {
         "title": title,
@@ -177,17 +174,13 @@ def _timing(run: RecordedRun) -> dict[str, Any]:
     }
     total = dict(run.metrics.get("timing_s/step", ()))
     steps = [step for step, _ in _thinned([(step, 0.0) for step in total], MAX_COLUMNS)]
-    order = sorted(operators, key=lambda name: -sum(operators[name].values()))
+    totals = {name: sum(seconds.values()) for name, seconds in operators.items()}
     return {
         "steps": steps,
         "step_seconds": [total[step] for step in steps],
         "operators": [
-            {
-                "name": name,
-                "seconds": [operators[name].get(step, 0.0) for step in steps],
-                "total": sum(operators[name].values()),
-            }
-            for name in order
+            {"name": name, "seconds": [operators[name].get(step, 0.0) for step in steps], "total": totals[name]}
+            for name in sorted(totals, key=lambda name: -totals[name])
         ],
         "total": sum(total.values()),
         "testing": sum(value for _, value in run.metrics.get("timing_s/testing", ())),

@@ -3,6 +3,7 @@
 import json
 import logging
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,6 +25,7 @@ from verl.tracking.tracking import Tracking
 from verl.trainer.checks.agents import runs_tools
 from verl.trainer.guards.interruption import Stopped
 from verl.trainer.output.divergence import DivergenceWatch
+from verl.trainer.state.identity import package_versions
 from verl.trainer.view import RunView, StepReport
 from verl.utils import log
 from verl.utils.redaction import redact_text, redacted
@@ -222,6 +224,8 @@ class RunLog:
             "project": redact_text(trainer.project_name),
             "experiment": redact_text(trainer.experiment_name),
             "total_steps": view.total_steps,
+            "command": redact_text(shlex.join(sys.orig_argv)),
+            "packages": package_versions(),
             "config": self._flat,
             "changed": {key: {"value": self._flat[key], "default": defaults[key]} for key in differences(view.config)},
         }

@@ -85,8 +85,7 @@ class Identity:
             files = self._files()
             self._state = {group: [fingerprint(path) for path in files[group]] for group in GROUPS}
             self._state["data"] += [[name, 0, 0, digest] for name, digest in self._data_digests().items() if digest]
-            versions = {name: version_of(name) for name in _PACKAGES}
-            self._state["packages"] = {name: version for name, version in versions.items() if version is not None}
+            self._state["packages"] = package_versions()
             self._state["variables"] = digests(self._values)
         return self._state
 
@@ -237,3 +236,8 @@ def _data_files(path: Path) -> list[Path]:
 def _texts(value: Any) -> list[str]:
     values = value if isinstance(value, list | tuple) else [value]
     return [each for each in values if isinstance(each, str) and each and len(each) < 1000]
+
+
+def package_versions() -> dict[str, str]:
+    """The versions of the installed packages that a result depends on."""
+    return {name: version for name in _PACKAGES if (version := version_of(name)) is not None}
