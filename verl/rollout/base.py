@@ -43,11 +43,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class RolloutStats:
-    """Statistics of the last `generate`: response tokens, decode steps, seconds."""
+    """Statistics of the last `generate`: response tokens, decode steps, seconds, drafts of speculative decoding and
+    how many of them were accepted."""
 
     tokens: int = 0
     steps: int = 0
     seconds: float = 0.0
+    drafts: int = 0
+    accepted: int = 0
 
 
 class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method of two)

@@ -4,11 +4,13 @@ Everything that a graph reads or writes is in `StaticBuffers`, whose addresses d
 parameters themselves; if their addresses change, the graphs are captured again.
 """
 
+import copy
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -24,6 +26,9 @@ from verl.rollout.native.vision import PromptImages
 from verl.rollout.request import SamplingParams
 from verl.rollout.sampling import choose, top_log_probs
 from verl.rollout.tensor_parallel import on_every_rank
+
+if TYPE_CHECKING:
+    from verl.rollout.native.verifier import Verifier
 
 #: batch sizes with a CUDA graph; a step is padded to the next larger one
 BUCKETS = (
@@ -90,6 +95,9 @@ class StaticBuffers:
         records: also the choices of the routers for every response token.
     """
 
+    #: rows of one sequence in a step, at consecutive positions
+    rows_per_slot = 1
+
     def __init__(self, decoder: Decoder, size: Size, blocks: int, records: bool = False):
         self.size = size
         slots, width = self.slots, self.width = size.slots, size.width
@@ -119,6 +127,16 @@ class StaticBuffers:
         self.arrived = torch.zeros(self.slots, decoder.kv_heads, dtype=torch.int32, device=device)
         self.tables = [rope.table(self.size.positions, decoder.stream_dtype) for rope in decoder.ropes]
 
+    def widened(self, rows_per_slot: int) -> "StaticBuffers":
+        """Buffers of as many rows per slot, with the same KV cache and responses."""
+        wide, slots = copy.copy(self), self.slots * rows_per_slot
+        wide.slots, wide.rows_per_slot = slots, rows_per_slot
+        for name in ("table", "parts", "arrived"):
+            old = getattr(self, name)
+            setattr(wide, name, old.new_zeros(len(old) * rows_per_slot, *old.shape[1:]))
+        wide.state, wide.uniforms = self.state.new_zeros(len(self.state), slots), self.uniforms.new_zeros(1, slots)
+        return wide
+
     def fits(self, size: Size) -> bool:
         return all(available >= required for available, required in zip(astuple(self.size), astuple(size)))
 
@@ -141,6 +159,8 @@ class GraphDecoder:
         self.prompt_states: list = []  # of the last prefill, if the layers have states
         self.tp = decoder.tp
         self.use_graphs = graphs
+        #: verifies drafts, with speculative decoding
+        self.verifier: Verifier | None = None
         self.addresses = addresses(decoder)
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
         self.pool: tuple[int, int] | None = None
@@ -355,13 +375,17 @@ class CudaDecoder(GraphDecoder, Layers):
         cos, sin = self.tables[layer.rope]
         norm = layer.qk_norm if layer.qk_norm is not None else cos
         softcap = decoder.attention_softcap
-        triton_kernels.attend[(rows, kv_heads, splits)](
-            qkv, kv_cache, buffers.table, buffers.state, cos, sin, norm, out, partial, buffers.arrived, decoder.scaling,
-            decoder.eps, softcap or 1.0, buffers.slots, buffers.width, splits, **shape, R=cos.shape[1],
-            NORM=layer.qk_norm is not None, SOFTCAP=softcap is not None, WINDOW=layer.window or 0, SPLIT=splits > 1,
-            SP=triton.next_power_of_2(splits), BLOCK_SIZE=BLOCK_SIZE, PRECISION=self.precision,
-            **attention_launch(rows, size),
-        )  # fmt: skip
+        passes = [(splits, layer.window or 0)]
+        if buffers.rows_per_slot > 1:  # rows attend to others of their slot, whose keys must be written first
+            passes.insert(0, (1, 1))
+        for parts, window in passes:
+            triton_kernels.attend[(rows, kv_heads, parts)](
+                qkv, kv_cache, buffers.table, buffers.state, cos, sin, norm, out, partial, buffers.arrived,
+                decoder.scaling, decoder.eps, softcap or 1.0, buffers.slots, buffers.width, parts, **shape,
+                R=cos.shape[1], NORM=layer.qk_norm is not None, SOFTCAP=softcap is not None, WINDOW=window,
+                SPLIT=parts > 1, SP=triton.next_power_of_2(parts), BLOCK_SIZE=BLOCK_SIZE, PRECISION=self.precision,
+                **attention_launch(rows, size),
+            )  # fmt: skip
         return out
 
     def _split_matmul(self, projection: Projection, x: torch.Tensor | Quantized) -> torch.Tensor:
