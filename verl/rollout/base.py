@@ -34,7 +34,7 @@ from verl.rollout.request import (  # noqa: F401 (the contract of an engine, imp
     stop_strings,
 )
 from verl.rollout.routed_experts import check_records
-from verl.rollout.traits import EngineTraits, built_in_engines, declare_traits
+from verl.rollout.traits import EngineTraits, built_in_engines, check_speculation, declare_traits
 from verl.utils.coroutines import gather_coroutines, run_coroutine
 
 if TYPE_CHECKING:
@@ -329,6 +329,8 @@ def make_rollout_engine(
             f"({type(engine).__name__}.supports_tensor_parallel is False): leave it at 1, or use rollout.name=native"
         )
     check_records(config, name, engine.records_routing)
+    if (speculative := getattr(config, "speculative", None)) is not None:
+        check_speculation(name, speculative.method)
     check_sampling_keys(config, name, engine.sampling_keys)
     return engine
 

@@ -37,6 +37,7 @@ class EngineTraits:
         own_process: rank 0 starts the processes of the other ranks of a tensor-parallel group.
         joins_training_groups: a tensor-parallel group may be the ranks of a sharded training engine, in their order.
         records_routing: it reports the experts that it chooses (`enable_rollout_routing_replay`).
+        speculates: it verifies drafts (`speculative.method`).
         images: the model types with images whose log-probs have been compared with those of training; (): it generates
             from text only; None: the engine itself rejects a model that it does not support.
         check_model: "module:function" that raises ValueError for a model, called with the names of its architectures,
@@ -57,6 +58,7 @@ class EngineTraits:
     own_process: bool = False
     joins_training_groups: bool = False
     records_routing: bool | None = None
+    speculates: bool = False
     images: tuple[str, ...] | None = None
     check_model: str = ""
 
@@ -89,6 +91,12 @@ def declare_traits(name: str, traits: EngineTraits) -> None:
 def engine_traits(name: str) -> EngineTraits:
     """The traits of an engine; of one that has not declared any, the defaults."""
     return built_in_engines().get(name) or _CUSTOM.get(name) or EngineTraits(name)
+
+
+def check_speculation(name: str, method: str | None) -> None:
+    """Raise ValueError if an engine does not verify the drafts of `rollout.speculative.method`."""
+    if method is not None and not engine_traits(name).speculates:
+        raise ValueError(f"{method!r}, but rollout.name={name} verifies no drafts: use rollout.name=native, or null")
 
 
 def engine_with(trait: str) -> Callable[[str], bool]:

@@ -3,7 +3,7 @@
 import torch
 
 from verl.rollout.native.kv_cache import BatchInvariantCache
-from verl.rollout.native.torch_decoder import Layers, TorchDecoder
+from verl.rollout.native.torch_decoder import TorchDecoder
 
 
 class PositionDecoder(TorchDecoder):
@@ -34,13 +34,19 @@ class PositionDecoder(TorchDecoder):
         masks = {window: self._mask(positions, seen, window) for window in {layer.window for layer in decoder.layers}}
         x, index = decoder.embed(tokens.flatten()), torch.arange(rows, device=at.device).repeat_interleave(queries)
         for number, layer in enumerate(decoder.layers):
-            qkv, keys, values = self._qkv(layer, x, tables[layer.rope]), self.cache.keys[number], self.cache.values[number]
+            qkv, keys, values = (
+                self._qkv(layer, x, tables[layer.rope]),
+                self.cache.keys[number],
+                self.cache.values[number],
+            )
             keys[index, :, at], values[index, :, at] = qkv[:, decoder.heads :].chunk(2, 1)
             q = qkv[:, : decoder.heads]
             q = q if decoder.folded else q * decoder.scaling
             # (B HK, G Q, D)
-            q = q.view(rows, queries, decoder.kv_heads, -1, size).permute(0, 2, 3, 1, 4).reshape(
-                rows * decoder.kv_heads, -1, size
+            q = (
+                q.view(rows, queries, decoder.kv_heads, -1, size)
+                .permute(0, 2, 3, 1, 4)
+                .reshape(rows * decoder.kv_heads, -1, size)
             )
             k, v = (each[:rows, :, :seen].flatten(0, 1) for each in (keys, values))
             mask = masks[layer.window]

@@ -128,4 +128,5 @@ class ModuleSlotDecoder:
         """Decode tokens (B, Q) at consecutive positions (B, Q) of rows 0 .. B - 1. Returns logits (B Q, V) float32."""
         # drafts behind the longest sequence are not accepted
         known = positions.clamp_max(self.decoder.max_positions - 1)
-        return self.decoder.forward(tokens, known, SlotPass(self.decoder, self.cache, positions)).float()
+        step_pass, kept = SlotPass(self.decoder, self.cache, positions), torch.arange(tokens.shape[1])
+        return self.decoder.forward(tokens, known, step_pass, kept.to(tokens.device)).float()
