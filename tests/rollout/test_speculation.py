@@ -56,7 +56,9 @@ def check_same(plain: NativeRollout, speculative: NativeRollout, requests: list,
             assert dict(two) == pytest.approx(dict(one), abs=tolerance)
     stats = speculative.stats
     assert 0 < stats.accepted < stats.drafts
-    assert stats.tokens == plain.stats.tokens and stats.steps < plain.stats.steps
+    assert stats.tokens == plain.stats.tokens
+    if speculative.module.device.type == "cpu":  # on a GPU, steps are launched in advance
+        assert stats.steps < plain.stats.steps
     assert plain.stats.drafts == 0
 
 
