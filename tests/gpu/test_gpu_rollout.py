@@ -270,6 +270,7 @@ def test_speculative_answers_are_those_of_plain_decoding(small, always, sampling
         engine = NativeRollout(small, lookup=speculation.LOOKUP, max_rows=rows, graphs=graphs)
         for _ in range(2):
             speculation.check_same(NativeRollout(small, max_rows=rows), engine, requests, 2e-4)
+            assert 0 < engine.stats.accepted < engine.stats.drafts
 
 
 @pytest.mark.parametrize("case", ["qwen2-window", "qwen3-moe", "gemma2"])

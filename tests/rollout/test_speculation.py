@@ -55,10 +55,9 @@ def check_same(plain: NativeRollout, speculative: NativeRollout, requests: list,
         for one, two in zip(a.top_log_probs or (), b.top_log_probs or (), strict=True):
             assert dict(two) == pytest.approx(dict(one), abs=tolerance)
     stats = speculative.stats
-    assert 0 < stats.accepted < stats.drafts
-    assert stats.tokens == plain.stats.tokens
+    assert stats.tokens == plain.stats.tokens and 0 <= stats.accepted <= stats.drafts
     if speculative.module.device.type == "cpu":  # on a GPU, steps are launched in advance
-        assert stats.steps < plain.stats.steps
+        assert 0 < stats.accepted < stats.drafts and stats.steps < plain.stats.steps
     assert plain.stats.drafts == 0
 
 

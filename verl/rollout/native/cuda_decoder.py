@@ -95,9 +95,6 @@ class StaticBuffers:
         records: also the choices of the routers for every response token.
     """
 
-    #: rows of one sequence in a step, at consecutive positions
-    rows_per_slot = 1
-
     def __init__(self, decoder: Decoder, size: Size, blocks: int, records: bool = False):
         self.size = size
         slots, width = self.slots, self.width = size.slots, size.width
@@ -130,7 +127,7 @@ class StaticBuffers:
     def widened(self, rows_per_slot: int) -> "StaticBuffers":
         """Buffers of as many rows per slot, with the same KV cache and responses."""
         wide, slots = copy.copy(self), self.slots * rows_per_slot
-        wide.slots, wide.rows_per_slot = slots, rows_per_slot
+        wide.slots = slots
         for name in ("table", "parts", "arrived"):
             old = getattr(self, name)
             setattr(wide, name, old.new_zeros(len(old) * rows_per_slot, *old.shape[1:]))
@@ -361,31 +358,34 @@ class CudaDecoder(GraphDecoder, Layers):
             self.sample(logits, 0, params)
         return logits
 
-    def _paged_attention(self, layer: Layer, qkv: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
-        """Rotary embedding, KV-cache write and attention: qkv (B, (HQ + 2 HK) D) -> (B, HQ D)."""
+    def _paged_attention(
+        self, layer: Layer, qkv: torch.Tensor, kv_cache: torch.Tensor, attends: bool = True
+    ) -> torch.Tensor:
+        """Rotary embedding, KV-cache write and attention: qkv (B, (HQ + 2 HK) D) -> (B, HQ D). Without attention: the
+        rotated queries."""
         decoder, buffers, rows = self.decoder, self.buffers, len(qkv)
         heads, kv_heads, size = decoder.heads, decoder.kv_heads, decoder.head_dim
         group = heads // kv_heads
         shape = {"HQ": heads, "HK": kv_heads, "G": group, "GP": max(16, triton.next_power_of_2(group))}
         shape |= {"D": size, "DP": max(16, triton.next_power_of_2(size))}
-        splits = min(MAX_SPLITS, max(1, TARGET_PROGRAMS // (rows * kv_heads)), buffers.width)
+        splits = min(MAX_SPLITS, max(1, TARGET_PROGRAMS // (rows * kv_heads)), buffers.width) if attends else 1
         out = qkv.new_empty(rows, heads * size)
         chunks = (rows, kv_heads, splits, shape["GP"], shape["DP"] + 2) if splits > 1 else (1,)
         partial = torch.empty(chunks, dtype=torch.float32, device=qkv.device)
         cos, sin = self.tables[layer.rope]
         norm = layer.qk_norm if layer.qk_norm is not None else cos
         softcap = decoder.attention_softcap
-        passes = [(splits, layer.window or 0)]
-        if buffers.rows_per_slot > 1:  # rows attend to others of their slot, whose keys must be written first
-            passes.insert(0, (1, 1))
-        for parts, window in passes:
-            triton_kernels.attend[(rows, kv_heads, parts)](
-                qkv, kv_cache, buffers.table, buffers.state, cos, sin, norm, out, partial, buffers.arrived,
-                decoder.scaling, decoder.eps, softcap or 1.0, buffers.slots, buffers.width, parts, **shape,
-                R=cos.shape[1], NORM=layer.qk_norm is not None, SOFTCAP=softcap is not None, WINDOW=window,
-                SPLIT=parts > 1, SP=triton.next_power_of_2(parts), BLOCK_SIZE=BLOCK_SIZE, PRECISION=self.precision,
-                **attention_launch(rows, size),
-            )  # fmt: skip
+        common = (decoder.scaling, decoder.eps, softcap or 1.0, buffers.slots, buffers.width, splits)
+        options = {"SOFTCAP": softcap is not None, "SPLIT": splits > 1, "SP": triton.next_power_of_2(splits)}
+        options |= {
+            "WINDOW": (layer.window or 0) if attends else -1,
+            "BLOCK_SIZE": BLOCK_SIZE,
+            "PRECISION": self.precision,
+        }
+        triton_kernels.attend[(rows, kv_heads, splits)](
+            qkv, kv_cache, buffers.table, buffers.state, cos, sin, norm, out, partial, buffers.arrived, *common,
+            **shape, **options, R=cos.shape[1], NORM=layer.qk_norm is not None, **attention_launch(rows, size),
+        )  # fmt: skip
         return out
 
     def _split_matmul(self, projection: Projection, x: torch.Tensor | Quantized) -> torch.Tensor:

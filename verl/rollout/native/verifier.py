@@ -3,12 +3,48 @@
 from collections.abc import Sequence
 
 import torch
+import triton
 
 from verl.rollout.native import triton_kernels
-from verl.rollout.native.cuda_decoder import CHUNK, GraphDecoder, upload
+from verl.rollout.native.cuda_decoder import CHUNK, MAX_SPLITS, TARGET_PROGRAMS, CudaDecoder, GraphDecoder, upload
+from verl.rollout.native.decoder import Layer
 from verl.rollout.native.speculation import PromptLookup, accepted_drafts
+from verl.rollout.native.triton_kernels import BLOCK_SIZE
 from verl.rollout.request import SamplingParams
 from verl.rollout.sampling import uniform
+
+#: queries of one attention program
+_QUERIES = 64
+
+
+class _RowsDecoder(CudaDecoder):
+    """Decodes several rows of each slot, whose attention reads the keys of the slot once."""
+
+    rows_per_slot = 1
+
+    def _paged_attention(
+        self, layer: Layer, qkv: torch.Tensor, kv_cache: torch.Tensor, attends: bool = True
+    ) -> torch.Tensor:
+        # all keys are written before a row attends to those of another one
+        query = super()._paged_attention(layer, qkv, kv_cache, attends=False)
+        decoder, buffers, queries = self.decoder, self.buffers, self.rows_per_slot
+        heads, kv_heads, size = decoder.heads, decoder.kv_heads, decoder.head_dim
+        group, slots = heads // kv_heads, len(query) // queries
+        tile, padded = (max(16, triton.next_power_of_2(n)) for n in (queries * group, size))
+        tile = min(tile, _QUERIES)
+        programs = kv_heads * triton.cdiv(queries * group, tile)
+        splits = min(MAX_SPLITS, max(1, TARGET_PROGRAMS // (slots * programs)), buffers.width)
+        shape = (slots * programs, splits, tile, padded + 2) if splits > 1 else (1,)
+        out, partial = torch.empty_like(query), torch.empty(shape, dtype=torch.float32, device=query.device)
+        softcap = decoder.attention_softcap
+        triton_kernels.attend_slots[(slots, programs, splits)](
+            query, kv_cache, buffers.table, buffers.state, out, partial, buffers.arrived, decoder.scaling,
+            softcap or 1.0, buffers.slots, buffers.width, splits, Q=queries, HQ=heads, HK=kv_heads, G=group, GP=tile,
+            TILES=programs // kv_heads, D=size, DP=padded, SOFTCAP=softcap is not None, WINDOW=layer.window or 0,
+            SPLIT=splits > 1, BLOCK_SIZE=BLOCK_SIZE, SP=triton.next_power_of_2(splits), PRECISION=self.precision,
+            num_warps=4, num_stages=2,
+        )  # fmt: skip
+        return out
 
 
 class Verifier(GraphDecoder):
@@ -23,7 +59,9 @@ class Verifier(GraphDecoder):
         super().__init__(plain.decoder, plain.buffers, plain.use_graphs)
         self.plain, self.lookup, self.width = plain, lookup, lookup.tokens + 1
         #: decodes the rows of all slots
-        self.rows = type(plain)(plain.decoder, plain.buffers.widened(self.width), False)
+        rows_class = _RowsDecoder if type(plain) is CudaDecoder else type(plain)
+        self.rows = rows_class(plain.decoder, plain.buffers.widened(self.width), False)
+        self.rows.rows_per_slot = self.width
         buffers, device = plain.buffers, self.device
         length = buffers.size.positions + self.width
         self.sequences = torch.zeros(buffers.slots, length, dtype=torch.int32, device=device)
