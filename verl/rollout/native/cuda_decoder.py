@@ -377,11 +377,8 @@ class CudaDecoder(GraphDecoder, Layers):
         softcap = decoder.attention_softcap
         common = (decoder.scaling, decoder.eps, softcap or 1.0, buffers.slots, buffers.width, splits)
         options = {"SOFTCAP": softcap is not None, "SPLIT": splits > 1, "SP": triton.next_power_of_2(splits)}
-        options |= {
-            "WINDOW": (layer.window or 0) if attends else -1,
-            "BLOCK_SIZE": BLOCK_SIZE,
-            "PRECISION": self.precision,
-        }
+        options |= {"BLOCK_SIZE": BLOCK_SIZE, "PRECISION": self.precision}
+        options["WINDOW"] = (layer.window or 0) if attends else -1
         triton_kernels.attend[(rows, kv_heads, splits)](
             qkv, kv_cache, buffers.table, buffers.state, cos, sin, norm, out, partial, buffers.arrived, *common,
             **shape, **options, R=cos.shape[1], NORM=layer.qk_norm is not None, **attention_launch(rows, size),

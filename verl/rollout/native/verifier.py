@@ -6,7 +6,15 @@ import torch
 import triton
 
 from verl.rollout.native import triton_kernels
-from verl.rollout.native.cuda_decoder import CHUNK, MAX_SPLITS, TARGET_PROGRAMS, CudaDecoder, GraphDecoder, upload
+from verl.rollout.native.cuda_decoder import (
+    CHUNK,
+    MAX_SPLITS,
+    TARGET_PROGRAMS,
+    CudaDecoder,
+    GraphDecoder,
+    StaticBuffers,
+    upload,
+)
 from verl.rollout.native.decoder import Layer
 from verl.rollout.native.speculation import PromptLookup, accepted_drafts
 from verl.rollout.native.triton_kernels import BLOCK_SIZE
@@ -27,24 +35,44 @@ class _RowsDecoder(CudaDecoder):
     ) -> torch.Tensor:
         # all keys are written before a row attends to those of another one
         query = super()._paged_attention(layer, qkv, kv_cache, attends=False)
-        decoder, buffers, queries = self.decoder, self.buffers, self.rows_per_slot
-        heads, kv_heads, size = decoder.heads, decoder.kv_heads, decoder.head_dim
-        group, slots = heads // kv_heads, len(query) // queries
-        tile, padded = (max(16, triton.next_power_of_2(n)) for n in (queries * group, size))
-        tile = min(tile, _QUERIES)
-        programs = kv_heads * triton.cdiv(queries * group, tile)
-        splits = min(MAX_SPLITS, max(1, TARGET_PROGRAMS // (slots * programs)), buffers.width)
-        shape = (slots * programs, splits, tile, padded + 2) if splits > 1 else (1,)
-        out, partial = torch.empty_like(query), torch.empty(shape, dtype=torch.float32, device=query.device)
-        softcap = decoder.attention_softcap
-        triton_kernels.attend_slots[(slots, programs, splits)](
-            query, kv_cache, buffers.table, buffers.state, out, partial, buffers.arrived, decoder.scaling,
-            softcap or 1.0, buffers.slots, buffers.width, splits, Q=queries, HQ=heads, HK=kv_heads, G=group, GP=tile,
-            TILES=programs // kv_heads, D=size, DP=padded, SOFTCAP=softcap is not None, WINDOW=layer.window or 0,
-            SPLIT=splits > 1, BLOCK_SIZE=BLOCK_SIZE, SP=triton.next_power_of_2(splits), PRECISION=self.precision,
-            num_warps=4, num_stages=2,
-        )  # fmt: skip
-        return out
+        options = {"scaling": self.decoder.scaling, "softcap": self.decoder.attention_softcap}
+        options |= {"window": layer.window or 0, "precision": self.precision}
+        heads = self.decoder.kv_heads, self.decoder.heads
+        return attend_slots(query, kv_cache, self.buffers, self.rows_per_slot, *heads, **options)
+
+
+def attend_slots(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    buffers: StaticBuffers,
+    queries: int,
+    kv_heads: int,
+    heads: int,
+    *,
+    scaling: float,
+    softcap: float | None,
+    window: int,
+    precision: str,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """Attention of `queries` rows of each slot: rotated queries (B, HQ D) -> (B, HQ D).
+
+    splits: of the keys of a slot; None: enough to fill the GPU.
+    """
+    group, slots, size = heads // kv_heads, len(query) // queries, query.shape[1] // heads
+    tile, padded = (max(16, triton.next_power_of_2(n)) for n in (queries * group, size))
+    tile = min(tile, _QUERIES)
+    programs = kv_heads * triton.cdiv(queries * group, tile)
+    splits = splits or min(MAX_SPLITS, max(1, TARGET_PROGRAMS // (slots * programs)), buffers.width)
+    shape = (slots * programs, splits, tile, padded + 2) if splits > 1 else (1,)
+    out, partial = torch.empty_like(query), torch.empty(shape, dtype=torch.float32, device=query.device)
+    triton_kernels.attend_slots[(slots, programs, splits)](
+        query, kv_cache, buffers.table, buffers.state, out, partial, buffers.arrived, scaling, softcap or 1.0,
+        buffers.slots, buffers.width, splits, Q=queries, HQ=heads, HK=kv_heads, G=group, GP=tile,
+        TILES=programs // kv_heads, D=size, DP=padded, SOFTCAP=softcap is not None, WINDOW=window, SPLIT=splits > 1,
+        BLOCK_SIZE=BLOCK_SIZE, SP=triton.next_power_of_2(splits), PRECISION=precision, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return out
 
 
 class Verifier(GraphDecoder):
