@@ -138,8 +138,7 @@ def attend(
     Grid (B, HK, splits). qkv (B, (HQ + 2 HK) D); kv_cache of one layer; cos, sin (positions, R); qk_norm (HQ + HK, D).
     out (B, HQ D). ROUND: blocks that are read at once. With SPLIT, partial (B, HK, splits, GP, DP + 2) float32 holds
     the weighted sum, maximum and weight of each program. The last program to finish, determined by the counters
-    arrived (slots, HK), merges them and resets its counter to 0. WINDOW < 0: out is the rotated queries, for
-    `attend_slots`.
+    arrived (slots, HK), merges them and resets its counter to 0. WINDOW < 0: out is the rotated queries.
     """
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # independent loads first: short rows are bound by memory latency
@@ -157,7 +156,6 @@ def attend(
     new_block = tl.load(table + b * table_width + n // BLOCK_SIZE).to(tl.int64)
     q = _rotated(q, q_partner, real, qk_norm, heads, c, sn, d, eps, D, R, NORM).to(new_v.dtype)
     new_k = _rotated(new_k, k_partner, inside[None, :], qk_norm, head, c, sn, d, eps, D, R, NORM).to(new_v.dtype)
-
     first = s == 0  # write the new token's key and value to the cache and start the sum with them
     if first:
         new_at = kv_cache + ((new_block * 2 * HK + h) * BLOCK_SIZE + n % BLOCK_SIZE) * D
@@ -168,10 +166,9 @@ def attend(
     begin = tl.maximum(n - WINDOW + 1, 0) // BLOCK_SIZE if WINDOW > 0 else 0
     end = (n + BLOCK_SIZE - 1) // BLOCK_SIZE if WINDOW >= 0 else 0
     span = (end - begin + splits - 1) // splits
-    low = begin + s * span
-    high = tl.minimum(end, low + span)
+    high = tl.minimum(end, begin + (s + 1) * span)
     column = tl.arange(0, ROUND * BLOCK_SIZE)
-    for p in range(low, high, ROUND):
+    for p in range(begin + s * span, high, ROUND):
         index = p + column // BLOCK_SIZE
         block = tl.load(table + b * table_width + index, mask=index < high, other=0).to(tl.int64)
         key = kv_cache + (((block * 2 * HK + h) * BLOCK_SIZE + column % BLOCK_SIZE) * D)[:, None] + d[None, :]
