@@ -12,7 +12,7 @@ from tests.rollout import test_native_generic as generic
 from tests.rollout.test_continuous import make_module
 from tests.rollout.test_native_families import expected_log_probs
 from verl.config import schema
-from verl.rollout.base import check_speculation
+from verl.rollout.base import RolloutEnv, check_speculation, make_rollout_engine
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.speculation import PromptLookup
 from verl.rollout.request import SamplingParams, StopStrings, make_requests
@@ -186,3 +186,13 @@ def test_engines_that_verify_no_drafts():
             check_speculation(name, "ngram")
     with pytest.raises(ValueError, match="prompt_lookup_min=5: expected at most prompt_lookup_max=4"):
         schema.SpeculativeConfig(prompt_lookup_min=5)
+
+
+def test_the_engine_of_a_config(tmp_path):
+    make_module().save_pretrained(tmp_path)
+    speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 5}
+    config, model = schema.RolloutConfig(speculative=speculative), schema.ModelConfig(path=str(tmp_path))
+    env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0)
+    assert make_rollout_engine("native", config, model, env).lookup == PromptLookup(2, 5, 2)
+    with pytest.raises(ValueError, match="hf verifies no drafts"):
+        make_rollout_engine("hf", config, model, env)
