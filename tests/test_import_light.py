@@ -28,6 +28,7 @@ ADAPTERS = {
     "verl.modeling.batch_invariant.triton_kernels",
     "verl.rollout.native.triton_kernels",
     "verl.rollout.native.cuda_decoder",
+    "verl.rollout.native.verifier",
     "verl.rollout.native.batch_invariant_cuda",
     "verl.rollout.native.generic.cuda",
     "verl.rollout.native.generic.kernels",

@@ -8,6 +8,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.rollout import test_native_families as families
+from tests.rollout import test_native_generic as generic
+from tests.rollout import test_speculation as speculation
 from tests.rollout.test_continuous import check_abort, make_module, mixed_requests, staggered
 from tests.rollout.test_native import one_by_one
 from tests.rollout.test_native_families import expected_log_probs
@@ -16,6 +18,8 @@ from verl.rollout.native.model import read_decoder
 from verl.rollout.request import Request, SamplingParams, StopStrings, make_requests
 from verl.rollout.sampling import filter_logits
 
+always = speculation.always
+always = speculation.always
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 # prompts that end before, at and after the end of a block of 64 tokens, and one twice
@@ -256,3 +260,32 @@ def test_samples_with_seeds_of_their_own_share_a_batch(small):
         (alone,) = NativeRollout(small).generate([request])
         assert completion.token_ids == alone.token_ids
     assert len({tuple(completion.token_ids) for completion in found}) == 15
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("sampling", speculation.SAMPLINGS, ids=str)
+def test_speculative_answers_are_those_of_plain_decoding(small, always, sampling, graphs):
+    requests = speculation.repetitive_requests(sampling, 40, 60)
+    for rows in (None, 7):
+        engine = NativeRollout(small, lookup=speculation.LOOKUP, max_rows=rows, graphs=graphs)
+        for _ in range(2):
+            speculation.check_same(NativeRollout(small, max_rows=rows), engine, requests, 2e-4)
+            assert 0 < engine.stats.accepted < engine.stats.drafts
+
+
+@pytest.mark.parametrize("case", ["qwen2-window", "qwen3-moe", "gemma2"])
+def test_speculative_answers_of_families(always, case):
+    module = model(case, torch.float32)
+    requests = speculation.repetitive_requests({"temperature": 0.2})
+    speculation.check_same(NativeRollout(module), NativeRollout(module, lookup=speculation.LOOKUP), requests, 2e-4)
+
+
+@pytest.mark.parametrize("case", speculation.GENERIC)
+def test_speculative_answers_without_fused_layers(always, case):
+    module = generic.model(case).cuda()
+    requests = speculation.repetitive_requests({"temperature": 0.2})
+    speculation.check_same(NativeRollout(module), NativeRollout(module, lookup=speculation.LOOKUP), requests, 2e-4)
+
+
+def test_speculative_answers_with_stop_strings(small, always):
+    speculation.check_stop_strings(small)

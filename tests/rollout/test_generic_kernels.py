@@ -92,6 +92,38 @@ def test_attention_over_pages(case, option):
     assert not arrived.any()
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("queries", "heads", "kv_heads", "size"), [(5, 4, 2, 16), (3, 6, 1, 20), (9, 14, 2, 16)])
+@pytest.mark.parametrize(("window", "softcap"), [(0, None), (40, None), (0, 1.5)])
+def test_attention_of_several_rows_of_a_slot(queries, heads, kv_heads, size, splits, window, softcap):
+    from verl.rollout.native.verifier import attend_slots
+
+    torch.manual_seed(0)
+    slots, width = len(POSITIONS), 3
+    rows = slots * queries
+    cache = torch.randn(slots * width, 2 * kv_heads, BLOCK_SIZE, size, device=DEVICE)
+    table = torch.randperm(slots * width).view(slots, width).repeat_interleave(queries, 0).int().to(DEVICE)
+    state = torch.zeros(triton_kernels.FIELDS, rows, dtype=torch.int32, device=DEVICE)
+    # the last row of each slot has no draft
+    at = torch.arange(queries) % (queries - 1)
+    state[triton_kernels.POSITION] = (torch.tensor(POSITIONS)[:, None] + at).flatten()
+    live = torch.tensor(LIVE)[:, None] & (torch.arange(queries) < queries - 1)
+    state[triton_kernels.STATUS] = live.flatten().int() * triton_kernels.LIVE
+    arrived = torch.zeros(rows * kv_heads, dtype=torch.int32, device=DEVICE)
+    buffers = SimpleNamespace(table=table, state=state, slots=rows, width=width, arrived=arrived)
+    query = torch.randn(rows, heads * size, device=DEVICE)
+    options = {"scaling": 0.3, "softcap": softcap, "window": window, "precision": "ieee", "splits": splits}
+    out = attend_slots(query, cache, buffers, queries, kv_heads, heads, **options)
+    for row in live.flatten().nonzero()[:, 0].tolist():
+        keys, values = cache[table[row].long()].transpose(0, 1).flatten(1, 2).chunk(2)
+        position = int(state[triton_kernels.POSITION, row])
+        columns = torch.arange(width * BLOCK_SIZE, device=DEVICE)
+        seen = columns > position - window if window else None
+        result = expected(query[row].view(heads, size), keys, values, position, 0.3, softcap, None, seen)
+        torch.testing.assert_close(out[row].view(heads, size).double(), result, atol=1e-5, rtol=1e-5)
+    assert not arrived.any()
+
+
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_a_step_of_the_delta_rule(kv_heads):
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule as plain

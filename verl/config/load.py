@@ -238,6 +238,7 @@ CHECKS: dict[type[Schema], tuple[Check, ...]] = {
         batch.check_rollout_ranks,
         rollout.check_sampling,
         rollout.check_filters,
+        rollout.check_speculative,
         rollout.check_weight_sync,
         algorithm.check_groups,
         algorithm.check_kl,

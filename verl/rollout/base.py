@@ -34,7 +34,7 @@ from verl.rollout.request import (  # noqa: F401 (the contract of an engine, imp
     stop_strings,
 )
 from verl.rollout.routed_experts import check_records
-from verl.rollout.traits import EngineTraits, built_in_engines, declare_traits
+from verl.rollout.traits import EngineTraits, built_in_engines, check_speculation, declare_traits
 from verl.utils.coroutines import gather_coroutines, run_coroutine
 
 if TYPE_CHECKING:
@@ -43,11 +43,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class RolloutStats:
-    """Statistics of the last `generate`: response tokens, decode steps, seconds."""
+    """Statistics of the last `generate`: response tokens, decode steps, seconds, drafts of speculative decoding and
+    how many of them were accepted."""
 
     tokens: int = 0
     steps: int = 0
     seconds: float = 0.0
+    drafts: int = 0
+    accepted: int = 0
 
 
 class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method of two)
@@ -326,6 +329,8 @@ def make_rollout_engine(
             f"({type(engine).__name__}.supports_tensor_parallel is False): leave it at 1, or use rollout.name=native"
         )
     check_records(config, name, engine.records_routing)
+    if (speculative := getattr(config, "speculative", None)) is not None:
+        check_speculation(name, speculative.method)
     check_sampling_keys(config, name, engine.sampling_keys)
     return engine
 

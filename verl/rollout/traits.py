@@ -40,6 +40,7 @@ class EngineTraits:
     # a tensor-parallel group may be the ranks of a sharded training engine, in their order
     joins_training_groups: bool = False
     records_routing: bool | None = None  # it reports the experts that it chooses (`enable_rollout_routing_replay`)
+    speculates: bool = False  # it verifies drafts (`speculative.method`)
     # the model types with images whose log-probs have been compared with those of training; (): it generates from text
     # only; None: the engine itself rejects a model that it does not support
     images: tuple[str, ...] | None = None
@@ -76,6 +77,12 @@ def declare_traits(name: str, traits: EngineTraits) -> None:
 def engine_traits(name: str) -> EngineTraits:
     """The traits of an engine; of one that has not declared any, the defaults."""
     return built_in_engines().get(name) or _CUSTOM.get(name) or EngineTraits(name)
+
+
+def check_speculation(name: str, method: str | None) -> None:
+    """Raise ValueError if an engine does not verify the drafts of `rollout.speculative.method`."""
+    if method is not None and not engine_traits(name).speculates:
+        raise ValueError(f"{method!r}, but rollout.name={name} verifies no drafts: use rollout.name=native, or null")
 
 
 def engine_with(trait: str) -> Callable[[str], bool]:

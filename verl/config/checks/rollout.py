@@ -7,7 +7,7 @@ from verl.config.fields import flatten
 from verl.config.schema.ppo import Config
 from verl.config.schema.rollout import LOWEST_TEMPERATURE, RolloutConfig
 from verl.engines.traits import strategy_traits
-from verl.rollout.traits import built_in_engines, engine_traits
+from verl.rollout.traits import built_in_engines, check_speculation, engine_traits
 
 
 def has_separate_rollout(config: Config) -> bool:
@@ -128,6 +128,7 @@ _NEEDED = {
     "rollout.dtype": ("auto", "generation uses the dtype of training"),
     "rollout.tensor_model_parallel_size": (1, "sums over ranks round differently"),
     **{f"rollout.{name}": (off, _WHOLE) for name, off in RolloutConfig.filters().items()},
+    "rollout.speculative.method": (None, "a step of several tokens rounds differently"),
     "model.use_liger": (False, "generation does not have these kernels"),
     "model.use_remove_padding": (True, "attention is batch-invariant only over packed sequences"),
     "model.lora_rank": (0, _MERGES),
@@ -161,6 +162,18 @@ def check_deterministic(config: Config) -> Iterator[Problem]:
             f"found {config.placement.rollout_devices}, but rollout.deterministic=true generates with the actor's "
             "forward pass: leave it unset, or turn deterministic off",
         )
+
+
+def check_speculative(config: Config) -> Iterator[Problem]:
+    """The rollout engine verifies drafts, on one device."""
+    rollout, method = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.speculative.method
+    try:
+        check_speculation(rollout.name, method)
+    except ValueError as error:
+        yield Problem(_ROLLOUT + "speculative.method", str(error))
+    if method is not None and rollout.tensor_model_parallel_size > 1:
+        message = f"{rollout.tensor_model_parallel_size}, but drafts are verified on one device: use 1, or "
+        yield Problem(_ROLLOUT + "tensor_model_parallel_size", message + "rollout.speculative.method=null")
 
 
 def check_filters(config: Config) -> Iterator[Problem]:

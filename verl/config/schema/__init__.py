@@ -22,7 +22,7 @@ _HOME = {
     ),
     "verl.config.schema.rollout": (
         "AgentConfig AgentRolloutConfig CheckpointEngineConfig EngineKwargs MultiTurnConfig RolloutConfig "
-        "RolloutEngineConfig SamplingConfig ServerAgentConfig ServerConfig ValSamplingConfig"
+        "RolloutEngineConfig SamplingConfig ServerAgentConfig ServerConfig SpeculativeConfig ValSamplingConfig"
     ),
     "verl.config.schema.sft": (
         "DPOConfig PreferenceDataConfig PreferenceLossConfig RMConfig SFTCheckpointConfig SFTConfig SFTDataConfig "

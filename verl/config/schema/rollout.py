@@ -13,6 +13,7 @@ from verl.rollout.traits import built_in_engines, engine_with
 
 _ACTOR = "${actor_rollout_ref.actor."
 _SAMPLES = ("temperature", other_than(0))
+_DRAFTS = ("method", other_than(None))
 _SCHEDULES = ("name", engine_with("own_scheduler"))
 _TURNS = ("agent.default_agent_loop", other_than("single_turn_agent"), ", except for rows with the column agent_name")
 
@@ -63,6 +64,29 @@ EngineKwargs = pydantic.create_model(
 )
 
 
+class SpeculativeConfig(Section):
+    """`actor_rollout_ref.rollout.speculative`: decoding steps that verify drafts of the next tokens."""
+
+    method: Literal["ngram"] | None = field(
+        None,
+        "ngram: drafts are the tokens that followed the last ones earlier in the sequence (prompt lookup), with "
+        "name=native; null: no drafts",
+        active_when=ALWAYS,
+    )
+    num_speculative_tokens: int = field(4, "drafts per step", active_when=_DRAFTS, ge=1, le=32)
+    prompt_lookup_max: int = field(4, "maximum length of the n-gram that is searched", active_when=_DRAFTS, ge=1, le=32)
+    prompt_lookup_min: int = field(2, "minimum length of the n-gram that is searched", active_when=_DRAFTS, ge=1, le=32)
+
+    @pydantic.model_validator(mode="after")
+    def _check_lengths(self) -> "SpeculativeConfig":
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min={self.prompt_lookup_min}: expected at most prompt_lookup_max="
+                f"{self.prompt_lookup_max}"
+            )
+        return self
+
+
 class RolloutEngineConfig(SamplingConfig):
     """A rollout engine: which one, how it samples, and how much memory it may use."""
 
@@ -94,6 +118,7 @@ class RolloutEngineConfig(SamplingConfig):
     )
     enable_chunked_prefill: bool = field(True, "prefill long prompts in chunks", active_when=_SCHEDULES)
     enable_prefix_caching: bool = field(True, "reuse the KV cache of shared prefixes", active_when=_SCHEDULES)
+    speculative: SpeculativeConfig = section(SpeculativeConfig, "speculative decoding")
     engine_kwargs: EngineKwargs = section(EngineKwargs, "arguments passed to the engine")
 
 

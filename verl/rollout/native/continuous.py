@@ -201,6 +201,9 @@ class ContinuousBatch:
                 finished += scheduler.take_finished()
             stats.steps += scheduler.steps - steps
             steps = scheduler.steps
+            if not scheduler.is_busy:
+                drafts, accepted = scheduler.take_draft_counts()
+                stats.drafts, stats.accepted = stats.drafts + drafts, stats.accepted + accepted
             if is_open and steps - reported_at >= SEARCH_INTERVAL:
                 reported_at = steps
                 self._report()

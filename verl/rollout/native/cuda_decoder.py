@@ -4,11 +4,13 @@ Everything that a graph reads or writes is in `StaticBuffers`, whose addresses d
 parameters themselves; if their addresses change, the graphs are captured again.
 """
 
+import copy
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -24,6 +26,9 @@ from verl.rollout.native.vision import PromptImages
 from verl.rollout.request import SamplingParams
 from verl.rollout.sampling import choose, top_log_probs
 from verl.rollout.tensor_parallel import on_every_rank
+
+if TYPE_CHECKING:
+    from verl.rollout.native.verifier import Verifier
 
 #: batch sizes with a CUDA graph; a step is padded to the next larger one
 BUCKETS = (
@@ -119,6 +124,16 @@ class StaticBuffers:
         self.arrived = torch.zeros(self.slots, decoder.kv_heads, dtype=torch.int32, device=device)
         self.tables = [rope.table(self.size.positions, decoder.stream_dtype) for rope in decoder.ropes]
 
+    def widened(self, rows_per_slot: int) -> "StaticBuffers":
+        """Buffers of as many rows per slot, with the same KV cache and responses."""
+        wide, slots = copy.copy(self), self.slots * rows_per_slot
+        wide.slots = slots
+        for name in ("table", "parts", "arrived"):
+            old = getattr(self, name)
+            setattr(wide, name, old.new_zeros(len(old) * rows_per_slot, *old.shape[1:]))
+        wide.state, wide.uniforms = self.state.new_zeros(len(self.state), slots), self.uniforms.new_zeros(1, slots)
+        return wide
+
     def fits(self, size: Size) -> bool:
         return all(available >= required for available, required in zip(astuple(self.size), astuple(size)))
 
@@ -141,6 +156,8 @@ class GraphDecoder:
         self.prompt_states: list = []  # of the last prefill, if the layers have states
         self.tp = decoder.tp
         self.use_graphs = graphs
+        #: verifies drafts, with speculative decoding
+        self.verifier: Verifier | None = None
         self.addresses = addresses(decoder)
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
         self.pool: tuple[int, int] | None = None
@@ -341,26 +358,30 @@ class CudaDecoder(GraphDecoder, Layers):
             self.sample(logits, 0, params)
         return logits
 
-    def _paged_attention(self, layer: Layer, qkv: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
-        """Rotary embedding, KV-cache write and attention: qkv (B, (HQ + 2 HK) D) -> (B, HQ D)."""
+    def _paged_attention(
+        self, layer: Layer, qkv: torch.Tensor, kv_cache: torch.Tensor, attends: bool = True
+    ) -> torch.Tensor:
+        """Rotary embedding, KV-cache write and attention: qkv (B, (HQ + 2 HK) D) -> (B, HQ D). Without attention: the
+        rotated queries."""
         decoder, buffers, rows = self.decoder, self.buffers, len(qkv)
         heads, kv_heads, size = decoder.heads, decoder.kv_heads, decoder.head_dim
         group = heads // kv_heads
         shape = {"HQ": heads, "HK": kv_heads, "G": group, "GP": max(16, triton.next_power_of_2(group))}
         shape |= {"D": size, "DP": max(16, triton.next_power_of_2(size))}
-        splits = min(MAX_SPLITS, max(1, TARGET_PROGRAMS // (rows * kv_heads)), buffers.width)
+        splits = min(MAX_SPLITS, max(1, TARGET_PROGRAMS // (rows * kv_heads)), buffers.width) if attends else 1
         out = qkv.new_empty(rows, heads * size)
         chunks = (rows, kv_heads, splits, shape["GP"], shape["DP"] + 2) if splits > 1 else (1,)
         partial = torch.empty(chunks, dtype=torch.float32, device=qkv.device)
         cos, sin = self.tables[layer.rope]
         norm = layer.qk_norm if layer.qk_norm is not None else cos
         softcap = decoder.attention_softcap
+        common = (decoder.scaling, decoder.eps, softcap or 1.0, buffers.slots, buffers.width, splits)
+        options = {"SOFTCAP": softcap is not None, "SPLIT": splits > 1, "SP": triton.next_power_of_2(splits)}
+        options |= {"BLOCK_SIZE": BLOCK_SIZE, "PRECISION": self.precision}
+        options["WINDOW"] = (layer.window or 0) if attends else -1
         triton_kernels.attend[(rows, kv_heads, splits)](
-            qkv, kv_cache, buffers.table, buffers.state, cos, sin, norm, out, partial, buffers.arrived, decoder.scaling,
-            decoder.eps, softcap or 1.0, buffers.slots, buffers.width, splits, **shape, R=cos.shape[1],
-            NORM=layer.qk_norm is not None, SOFTCAP=softcap is not None, WINDOW=layer.window or 0, SPLIT=splits > 1,
-            SP=triton.next_power_of_2(splits), BLOCK_SIZE=BLOCK_SIZE, PRECISION=self.precision,
-            **attention_launch(rows, size),
+            qkv, kv_cache, buffers.table, buffers.state, cos, sin, norm, out, partial, buffers.arrived, *common,
+            **shape, **options, R=cos.shape[1], NORM=layer.qk_norm is not None, **attention_launch(rows, size),
         )  # fmt: skip
         return out
 

@@ -17,13 +17,18 @@ import psutil
 import torch
 
 from verl.modeling.moe import install_routing
+from verl.modeling.vision import is_vision_config
 from verl.rollout.base import RolloutEngine, RolloutStats
 from verl.rollout.native.continuous import ContinuousBatch
 from verl.rollout.native.decoder import Decoder, Projection
+from verl.rollout.native.generic.cache import Layout
 from verl.rollout.native.generic.support import check_modules
 from verl.rollout.native.kv_cache import BatchInvariantCache, SlotCache
 from verl.rollout.native.model import is_readable, read_decoder
+from verl.rollout.native.position_decoder import PositionDecoder
 from verl.rollout.native.scheduler import Row, SlotScheduler
+from verl.rollout.native.speculation import KEY as SPECULATION
+from verl.rollout.native.speculation import PromptLookup
 from verl.rollout.native.torch_decoder import PREFILL_TOKENS, TorchDecoder
 from verl.rollout.request import Completion, Request, SamplingParams
 from verl.rollout.routed_experts import RECORDING_KEY
@@ -68,9 +73,10 @@ class NativeRollout(RolloutEngine):
         weights: receiver of the module's weights, if they are not shared with the trainer.
         tp: the ranks that hold the model, each with its slices (`native.slices`).
         records: report the experts that the routers choose (`Completion.routed_experts`).
+        lookup: verify drafts (speculative decoding).
 
     Raises:
-        ValueError: the module is not supported, or has no experts to record.
+        ValueError: the module is not supported, has no experts to record, or cannot verify drafts.
     """
 
     sampling_keys = SAMPLING_KEYS | {"top_logprobs", "prompt_logprobs"}
@@ -92,6 +98,7 @@ class NativeRollout(RolloutEngine):
         weights: "ModuleReceiver | None" = None,
         tp: TensorParallel = ALONE,
         records: bool = False,
+        lookup: PromptLookup | None = None,
     ):
         name = type(module).__name__
         self.is_fused = is_readable(name, module.config.get_text_config().to_dict(), module)
@@ -116,6 +123,11 @@ class NativeRollout(RolloutEngine):
         if tp.size > 1:  # the module has slices of the parameters
             self.sampling_keys -= {"prompt_logprobs"}
         self.records = records
+        self.lookup = lookup
+        #: positions behind the last token, to which drafts are written
+        self.overhang = 0 if lookup is None else lookup.tokens
+        if lookup is not None and (reason := self._no_speculation()) is not None:
+            raise ValueError(f"{SPECULATION}={lookup.METHOD} is not supported {reason}: set it to null")
         self.stats = RolloutStats()
         #: guards the start of work: `generate` and `generate_one` share one cache, so only one of them runs at a time
         self.lock = threading.RLock()
@@ -125,6 +137,18 @@ class NativeRollout(RolloutEngine):
         self._cache: SlotCache | BatchInvariantCache | ModuleCache | None = None
         self._cuda_decoder: GraphDecoder | None = None
         self._torch_decoder: TorchDecoder | BatchInvariantDecoder | ModuleSlotDecoder | None = None
+
+    def _no_speculation(self) -> str | None:
+        """Why drafts cannot be verified; None if they can."""
+        if self.forward is not None:
+            return "with rollout.deterministic"
+        if self.tp.size > 1:
+            return "with rollout.tensor_model_parallel_size above 1"
+        if is_vision_config(self.module.config):
+            return "for models with images"
+        if not self.is_fused and Layout.from_config(self.module.config).has_states:
+            return f"for {type(self.module).__name__}, whose layers have states that cannot be taken back"
+        return None
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
@@ -209,7 +233,8 @@ class NativeRollout(RolloutEngine):
             return self._start_paged(params, rows, is_open)
         slots, width = self._slot_cache(rows).slots, max(row.limit for row in rows)
         lines = slots if is_open else len(rows)
-        scheduler = SlotScheduler(params, self._slot_decoder(_longest(rows)), min(slots, lines), lines, width)
+        decoder = self._slot_decoder(self._longest(rows))
+        scheduler = SlotScheduler(params, decoder, min(slots, lines), lines, width, self.lookup)
         scheduler.add(rows)
         return scheduler
 
@@ -219,7 +244,7 @@ class NativeRollout(RolloutEngine):
             return scheduler.extend(rows)
         if not self._extend_slot_cache(rows, scheduler.active + len(scheduler.waiting) + len(rows)):
             return False
-        decoder, longest, width = scheduler.decoder, _longest(rows), max(row.limit for row in rows)
+        decoder, longest, width = scheduler.decoder, self._longest(rows), max(row.limit for row in rows)
         if decoder is not self._torch_decoder or longest > decoder.table_length:
             decoder = self._slot_decoder(max(longest, decoder.table_length))
         if decoder is not scheduler.decoder or width > scheduler.width:
@@ -232,6 +257,7 @@ class NativeRollout(RolloutEngine):
     @on_every_rank
     def _slot_decoder(self, positions: int) -> "TorchDecoder | BatchInvariantDecoder | ModuleSlotDecoder":
         """A decoder over the cache, for sequences of up to `positions` tokens."""
+        decoder_class = TorchDecoder if self.lookup is None else PositionDecoder
         if not self.is_fused:
             from verl.rollout.native.generic.slots import ModuleSlotDecoder
 
@@ -241,7 +267,7 @@ class NativeRollout(RolloutEngine):
 
             self._torch_decoder = BatchInvariantDecoder(self.decoder, self._cache, self.forward)
         else:
-            self._torch_decoder = TorchDecoder(self.decoder, self._cache, positions, self.records)
+            self._torch_decoder = decoder_class(self.decoder, self._cache, positions, self.records)
         return self._torch_decoder
 
     def _cache_budget(self) -> int:
@@ -256,12 +282,16 @@ class NativeRollout(RolloutEngine):
         if keep:
             self._cache.copy_from(old)
 
+    def _longest(self, rows: Sequence[Row]) -> int:
+        """Positions of the longest sequence: prompt, response and drafts."""
+        return max(row.reach for row in rows) + self.overhang
+
     def _cache_class(self) -> "type[SlotCache | BatchInvariantCache | ModuleCache]":
         if not self.is_fused:
             from verl.rollout.native.generic.slots import ModuleCache
 
             return ModuleCache
-        return SlotCache if self.forward is None else BatchInvariantCache
+        return SlotCache if self.forward is None and self.lookup is None else BatchInvariantCache
 
     def _row_bytes(self, length: int) -> int:
         """Bytes of the cache of one row of `length` tokens."""
@@ -270,14 +300,14 @@ class NativeRollout(RolloutEngine):
     def _slot_cache(self, rows: list[Row]) -> "SlotCache | BatchInvariantCache | ModuleCache":
         """A cache for as many concurrent rows as fit."""
         decoder, budget = self.decoder, self._cache_budget()
-        least = max(row.length for row in rows)
+        least = max(row.length for row in rows) + self.overhang
         if budget < self._row_bytes(least):
             raise ValueError(
                 f"the KV cache has {budget:,} bytes, but one row of {least} tokens needs {self._row_bytes(least):,}: "
                 "increase the memory of the cache or decrease the sequence length"
             )
         # columns for rows that start together; 1.5 times as many if others follow
-        length = max(len(row.prompt) for row in rows) + max(row.limit for row in rows) - 1
+        length = max(len(row.prompt) for row in rows) + max(row.limit for row in rows) - 1 + self.overhang
         slots = min(len(rows), self.max_rows)
         if slots < len(rows) or slots * self._row_bytes(length) > budget:
             length += length // 2
@@ -293,7 +323,7 @@ class NativeRollout(RolloutEngine):
 
     def _extend_slot_cache(self, rows: list[Row], concurrent: int) -> bool:
         """Enlarge the cache for `concurrent` rows, `rows` among them. Returns False if one of them does not fit."""
-        cache, longest, concurrent = self._cache, _longest(rows), min(self.max_rows, concurrent)
+        cache, longest, concurrent = self._cache, self._longest(rows), min(self.max_rows, concurrent)
         length = cache.length if cache.length >= longest else max(longest, cache.length + cache.length // 2)
         slots = cache.slots if cache.slots >= concurrent else min(self.max_rows, max(concurrent, 2 * cache.slots))
         row, budget = self._row_bytes(length), self._cache_budget()
@@ -310,7 +340,7 @@ class NativeRollout(RolloutEngine):
         """A scheduler with blocks for as many concurrent rows as fit. Cache and graphs are kept between calls."""
         from verl.rollout.native import cuda_decoder, paged_scheduler  # need Triton
 
-        samples, longest, width = paged_scheduler.group_rows(rows), _longest(rows), max(row.limit for row in rows)
+        samples, longest, width = paged_scheduler.group_rows(rows), self._longest(rows), max(row.limit for row in rows)
         max_rows = self.max_rows if is_open else min(len(rows), self.max_rows)
         slots = cuda_decoder.bucket_of(min(max_rows, cuda_decoder.BUCKETS[-1]))
         if state := self.decoder.cache_bytes_per_row:  # up to a quarter of the memory, and as much while capturing
@@ -369,11 +399,17 @@ class NativeRollout(RolloutEngine):
             from verl.rollout.native.generic import cuda
 
             buffers = buffers or cuda.ModuleBuffers(decoder, size, blocks, self.records)
-            return cuda.ModuleCudaDecoder(decoder, buffers, self.graphs)
-        buffers = buffers or cuda_decoder.StaticBuffers(decoder, size, blocks, self.records)
-        if self.forward is None:
-            return cuda_decoder.CudaDecoder(decoder, buffers, self.graphs)
-        return batch_invariant_cuda.BatchInvariantCudaDecoder(decoder, buffers, self.graphs, self.forward)
+            made = cuda.ModuleCudaDecoder(decoder, buffers, self.graphs)
+        else:
+            buffers = buffers or cuda_decoder.StaticBuffers(decoder, size, blocks, self.records)
+            if self.forward is not None:
+                return batch_invariant_cuda.BatchInvariantCudaDecoder(decoder, buffers, self.graphs, self.forward)
+            made = cuda_decoder.CudaDecoder(decoder, buffers, self.graphs)
+        if self.lookup is not None:
+            from verl.rollout.native.verifier import Verifier
+
+            made.verifier = Verifier(made, self.lookup)
+        return made
 
     def _gpu_budget(self, decoder: Decoder, slots: int) -> int:
         """Bytes available for the KV cache, after the working memory of prefill and logits."""
@@ -381,7 +417,8 @@ class NativeRollout(RolloutEngine):
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         wide = decoder.hidden_size + decoder.mlp_width
-        work = 12 * slots * decoder.vocab_size + 8 * PREFILL_TOKENS * wide + 2 * slots * decoder.cache_bytes_per_row
+        work = 12 * slots * (1 + self.overhang) * decoder.vocab_size + 8 * PREFILL_TOKENS * wide
+        work += 2 * slots * decoder.cache_bytes_per_row
         return int(min(0.9 * free, self.memory_share * total)) - work
 
     # ---- memory and weights -------------------------------------------------------------------------------------
@@ -401,8 +438,3 @@ class NativeRollout(RolloutEngine):
 
     def receiver(self) -> "ModuleReceiver | None":
         return self.weights
-
-
-def _longest(rows: Sequence[Row]) -> int:
-    """Positions of the longest sequence: prompt and response."""
-    return max(row.reach for row in rows)

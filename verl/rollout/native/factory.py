@@ -14,6 +14,7 @@ from verl.rollout.loading import empty_module, engine_dtype, load_module
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import is_readable
 from verl.rollout.native.slices import KEY, SliceReceiver, Slices, check_sizes
+from verl.rollout.native.speculation import PromptLookup
 from verl.rollout.tensor_parallel import TensorParallel
 
 
@@ -43,6 +44,10 @@ def make_native(
         "graphs": not config.enforce_eager,
         "records": isinstance(config, schema.RolloutConfig) and config.enable_rollout_routing_replay,
     }
+    drafts = config.speculative
+    if drafts.method is not None:
+        lengths = drafts.prompt_lookup_max, drafts.prompt_lookup_min
+        options["lookup"] = PromptLookup(drafts.num_speculative_tokens, *lengths)
     dtype = engine_dtype(config, env)
     hf = read_config(model.path, model.override_config, model.trust_remote_code)
     # before the model is loaded

@@ -54,7 +54,7 @@ class Sample:
     Attributes:
         line: its line in the output buffers; -1 before it is admitted.
         own_blocks: blocks that it does not share.
-        launched: upper bound of its tokens: those of all launched steps.
+        launched: number of its launched steps, each of which samples at least one token, if it has not ended.
         text_end: length of its response in tokens if a stop string ended it.
         aborted_at: number of its tokens when it was aborted.
     """
@@ -78,13 +78,16 @@ class Sample:
 class Launched:
     """Launched steps: `status` (slots,) is valid after `event`.
 
-    recent: (slots, CHUNK + 2), only with stop strings: number of tokens of each row, then its last CHUNK + 1.
+    recent: (slots, T + 2), only with stop strings: number of tokens of each row, then its last T + 1, where T is the
+    number of tokens that CHUNK steps sample at most.
+    outlook: (), only with speculative decoding: mean number of drafts that a step would accept.
     """
 
     event: torch.cuda.Event
     status: torch.Tensor
     recent: torch.Tensor | None
     samples: list[Sample | None]
+    outlook: torch.Tensor | None = None
 
 
 def group_rows(rows: Sequence[Row]) -> list[Sample]:
@@ -151,6 +154,11 @@ class PagedScheduler:
             self.buffers.is_stop[upload(list(self.stops), torch.int64, self.device)] = 1
         self.buffers.state[triton_kernels.STATUS] = triton_kernels.DONE
         self.in_flight: Launched | None = None
+        self.verifier = decoder.verifier
+        self.verifies = False  # whether the next steps verify drafts
+        self.reach = 1 if self.verifier is None else self.verifier.width  # max tokens of a step
+        if self.verifier is not None:
+            self.verifier.counts.zero_()
         self.steps = 0
 
     # ---- what the engine calls ----------------------------------------------------------------------------------
@@ -177,6 +185,14 @@ class PagedScheduler:
         if fits:
             self.add(samples)
         return fits
+
+    def take_draft_counts(self) -> list[int]:
+        """See `SlotScheduler.take_draft_counts`. Waits for the launched steps."""
+        if self.verifier is None:
+            return [0, 0]
+        counts = self.verifier.counts.tolist()
+        self.verifier.counts.zero_()
+        return counts
 
     def advance(self) -> None:
         """Launch steps, read the status of the previous ones, and admit rows to freed slots."""
@@ -242,7 +258,11 @@ class PagedScheduler:
             at = torch.arange(CHUNK, device=self.device)[:, None] + first
             seeds, sample_ids = self.buffers.seeds[:rows], self.buffers.sample_ids[:rows]
             self.buffers.uniforms[:, :rows] = uniform(seeds, sample_ids, at)
-        self.decoder.steps(count, bucket_of(rows), self.params)
+        outlook = None
+        if self.verifier is not None:
+            outlook = torch.empty((), pin_memory=True).copy_(self.verifier.hindsight(rows), non_blocking=True)
+        decoder = self.verifier if self.verifies else self.decoder
+        decoder.steps(count, bucket_of(rows), self.params)
         self.steps += count
         status = torch.empty(rows, dtype=torch.int32, pin_memory=True)
         status.copy_(state[triton_kernels.STATUS, :rows], non_blocking=True)
@@ -252,20 +272,22 @@ class PagedScheduler:
         for sample in self.slots:
             if sample is not None:
                 sample.launched += count
-        return Launched(event, status, recent, list(self.slots))
+        return Launched(event, status, recent, list(self.slots), outlook)
 
     def _recent(self, rows: int) -> torch.Tensor:
         """`Launched.recent`, copied to the host asynchronously."""
         buffers = self.buffers
         steps, outs = buffers.state[triton_kernels.STEP, :rows].long(), buffers.state[triton_kernels.OUT, :rows].long()
-        back = torch.arange(-CHUNK - 1, 0, device=self.device)
+        back = torch.arange(-CHUNK * self.reach - 1, 0, device=self.device)
         tokens = buffers.tokens[((outs + steps)[:, None] + back).clamp_(min=0)]
-        host = torch.empty(rows, CHUNK + 2, dtype=torch.int32, pin_memory=True)
+        host = torch.empty(rows, len(back) + 1, dtype=torch.int32, pin_memory=True)
         return host.copy_(torch.cat((steps[:, None].int(), tokens), 1), non_blocking=True)
 
     def _read_status(self, launched: Launched) -> None:
         """Wait for launched steps and mark the rows that ended. Raises ValueError for non-finite logits."""
         launched.event.synchronize()
+        if launched.outlook is not None:
+            self.verifies = self.verifier.lookup.pays(float(launched.outlook), len(self.slots), "cuda")
         for sample, status in zip(launched.samples, launched.status.tolist()):
             if sample is None:
                 continue
@@ -329,6 +351,8 @@ class PagedScheduler:
             for rows in (buffers.table, buffers.sample_ids, buffers.seeds):
                 rows.index_copy_(0, target, rows[source])
             self.decoder.move_states(source, target)
+            if self.verifier is not None:
+                self.verifier.move(source, target)
         buffers.state[triton_kernels.STATUS, alive:end] = triton_kernels.DONE
         for hole, slot in zip(holes, last):
             self.slots[hole] = self.slots[slot]
@@ -407,13 +431,15 @@ class PagedScheduler:
             logits = logits[upload(index, torch.int64, self.device)]
         self.decoder.fill_states(first, [s.group.states for s in samples])
         self.decoder.sample(logits, first, self.params, capped=True)
+        if self.verifier is not None:
+            self.verifier.fill(first, [s.row.prompt for s in samples])
         self.slots += samples
 
     # ---- completions --------------------------------------------------------------------------------------------
 
     def _completions(self, samples: list[Sample]) -> list[tuple[Row, Completion]]:
         """Completions of samples that have finished."""
-        columns = max(sample.launched for sample in samples)
+        columns = max(min(sample.row.limit, self.reach * sample.launched) for sample in samples)
         lines = upload([sample.line for sample in samples], torch.int64, self.device)
         tokens, log_probs = (values[:, :columns][lines].cpu().numpy() for values in (self.tokens, self.log_probs))
         outputs = zip(samples, tokens, log_probs, np.isin(tokens, list(self.stops)))

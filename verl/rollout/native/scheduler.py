@@ -11,6 +11,7 @@ import torch
 
 from verl.rollout.checks import check_request
 from verl.rollout.native.decoder import Decoder
+from verl.rollout.native.speculation import INTERVAL, PromptLookup, accepted_drafts
 from verl.rollout.native.torch_decoder import TorchDecoder
 from verl.rollout.native.vision import PromptImages
 from verl.rollout.request import SEARCH_INTERVAL, Completion, Request, SamplingParams, StopStrings
@@ -93,9 +94,18 @@ class SlotScheduler:
         slots: max concurrent rows, at most the slots of the cache.
         lines: number of output lines. A line is reused after `take_finished`.
         width: tokens per line.
+        lookup: verify drafts.
     """
 
-    def __init__(self, params: SamplingParams, decoder: TorchDecoder, slots: int, lines: int, width: int):
+    def __init__(
+        self,
+        params: SamplingParams,
+        decoder: TorchDecoder,
+        slots: int,
+        lines: int,
+        width: int,
+        lookup: PromptLookup | None = None,
+    ):
         self.params = params
         self.decoder = decoder
         self.waiting: deque[Row] = deque()
@@ -130,6 +140,11 @@ class SlotScheduler:
         self.active = 0
         self.due = 0  # steps until the first active row reaches its limit
         self.steps = 0
+        self.lookup = lookup
+        self.verifies = False  # whether the next steps verify drafts
+        self.counts = [0, 0]
+        # prompts and responses by slot; the last columns are never read
+        self.sequences = self.state.new_zeros(slots, decoder.cache.length + 2 if lookup else 0)
         decoder.start_step_at(self.state[_POSITION, :0])
 
     # ---- what the engine calls ----------------------------------------------------------------------------------
@@ -143,6 +158,11 @@ class SlotScheduler:
         """Whether `take_finished` has something to return."""
         return bool(self.finished or self.dropped)
 
+    def take_draft_counts(self) -> list[int]:
+        """The number of drafts that were verified since the last call, and of those accepted."""
+        counts, self.counts = self.counts, [0, 0]
+        return counts
+
     def add(self, rows: Sequence[Row]) -> None:
         """Queue rows, in the order in which they are to be admitted."""
         self.waiting.extend(rows)
@@ -155,7 +175,7 @@ class SlotScheduler:
         if self.waiting and (free >= max(1, self.slots // 8) or free >= len(self.waiting)):
             self._admit(min(free, len(self.waiting), len(self.free_lines)))
         else:
-            self._step()
+            self._step() if self.lookup is None else self._verify()
 
     def abort(self, matches: Callable[[Row], bool]) -> None:
         """End the rows for which `matches` is true; `take_finished` returns the tokens that they have."""
@@ -225,6 +245,8 @@ class SlotScheduler:
         added = max(0, slots - self.slots)
         self.state = torch.nn.functional.pad(self.state, (0, added))
         self.uniforms = torch.nn.functional.pad(self.uniforms, (0, 0, 0, added))
+        longer = decoder.cache.length + 2 - self.sequences.shape[1] if self.lookup else 0
+        self.sequences = torch.nn.functional.pad(self.sequences, (0, longer, 0, added))
         for values, fill in ((self.rows, None), (self.lengths, 0), (self.searched, 0)):
             values += [fill] * (lines - before)
         self.free_lines += range(before, lines)
@@ -261,6 +283,9 @@ class SlotScheduler:
         ).T
         if not self.params.greedy:
             self.uniforms[slots] = self._random(slots, self.state[_STEP, slots] + 1 - self.column)
+        if self.lookup is not None:
+            for slot, row in enumerate(rows, self.active):
+                self.sequences[slot, : len(row.prompt)] = torch.tensor(row.prompt)
         self.active += count
         self._sample(logits[[group_of[slot] for slot in range(slots.start, slots.stop)]], slots)
         self._retire(slots)
@@ -285,7 +310,45 @@ class SlotScheduler:
             self.routed_experts.index_copy_(0, self.state[_OUT, live], self.decoder.step_experts)
         self.due -= 1
         self.steps += 1
-        tokens = self._sample(logits, live)
+        self._retire_ended(self._sample(logits, live))
+
+    def _verify(self) -> None:
+        """Decode one token for every active row, and the drafts that it accepts."""
+        state, sequences = self.state[:, : self.active], self.sequences[: self.active]
+        sequences.scatter_(1, state[_POSITION, :, None], state[_TOKEN, :, None])
+        if self.steps % INTERVAL == 0:
+            accepted = self.lookup.hindsight(sequences, state[_POSITION] + 1).double().mean().item()
+            self.verifies = self.lookup.pays(accepted, self.active, self.device.type)
+        if self.steps % _BLOCK_STEPS == 0:
+            self._check()
+        drafts, exist = self.lookup.propose(sequences, state[_POSITION] + 1)
+        at = torch.arange(1 + self.lookup.tokens if self.verifies and bool(exist.any()) else 1, device=self.device)
+        drafts, steps = drafts[:, : len(at) - 1], state[_STEP, :, None] + 1 + at
+        is_draft = exist[:, None] & (state[_OUT, :, None] + at[1:] < state[_LAST, :, None])
+        tokens, positions = torch.cat((state[_TOKEN, :, None], drafts), 1), state[_POSITION, :, None] + at
+        logits = self.decoder.verify(tokens, positions)
+        uniforms = uniform(state[_SEED, :, None], state[_SAMPLE, :, None], steps).flatten()
+        sampled, log_probs = self.decoder.choose(logits, self.params, uniforms)
+        sampled = sampled.view(tokens.shape)
+        accepted = accepted_drafts(sampled[:, :-1], drafts, is_draft & ~self.is_stop[sampled[:, :-1]])
+        is_kept = (at <= accepted[:, None]).flatten()
+        out = (state[_OUT, :, None] + 1 + at).flatten()[is_kept]
+        self.tokens[out], self.log_probs[out] = sampled.flatten()[is_kept], log_probs[is_kept]
+        if self.params.top_logprobs:
+            self.top[out] = top_log_probs(logits, self.params)[is_kept]
+        if self.routed_experts is not None:
+            self.routed_experts[out - 1] = self.decoder.step_experts[is_kept]
+        sequences.scatter_(1, positions + 1, sampled)
+        state[_COUNTERS].add_(accepted + 1)
+        state[_TOKEN] = sampled.gather(1, accepted[:, None])[:, 0]
+        self.counts = [self.counts[0] + int(is_draft.sum()), self.counts[1] + int(accepted.sum())]
+        self.steps += 1
+        self.due = int((state[_LAST] - state[_OUT]).min())
+        self._retire_ended(state[_TOKEN])
+
+    def _retire_ended(self, tokens: torch.Tensor) -> None:
+        """Free the slots of rows that ended, if there are any. tokens: the last ones of the active rows."""
+        live = slice(0, self.active)
         ended = self.due == 0 or (bool(self.stops) and bool(self.is_stop[tokens].any()))
         if self.has_stop_strings and self.steps % SEARCH_INTERVAL == 0:
             for line, step in self.state[[_LINE, _STEP], live].T.tolist():
@@ -334,6 +397,7 @@ class SlotScheduler:
                 self.decoder.move(self.active, slot)
                 self.state[:, slot] = self.state[:, self.active]
                 self.uniforms[slot] = self.uniforms[self.active]
+                self.sequences[slot] = self.sequences[self.active]
         state = self.state[:, : self.active]
         self.decoder.start_step_at(state[_POSITION])
         if self.active:

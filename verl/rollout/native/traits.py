@@ -12,5 +12,6 @@ TRAITS = EngineTraits(
     fp8=True,
     shares_weights=True,
     joins_training_groups=True,
+    speculates=True,
     check_model="verl.rollout.native.factory:check_model",
 )

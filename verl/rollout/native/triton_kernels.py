@@ -56,12 +56,13 @@ def _rotated(x, y, mask, weight, weight_offsets, cos, sin, d, eps, D: tl.constex
 @triton.jit
 def _add_keys(q, at, mask, seen, highest, weight, total, scale, softcap, to_values, SOFTCAP: tl.constexpr,
               PRECISION: tl.constexpr):  # fmt: skip
-    """Online softmax: add the keys at `at` (N, DP) to the running maximum (GP,), weight (GP,) and total (GP, DP)."""
+    """Online softmax: add the keys at `at` (N, DP) to the running maximum (GP,), weight (GP,) and total (GP, DP).
+    seen: (1 or GP, N)."""
     k = tl.load(at, mask=mask, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if SOFTCAP:
         scores = softcapped(scores, softcap)
-    scores = tl.where(seen[None, :], scores, -1e30)
+    scores = tl.where(seen, scores, -1e30)
     higher = tl.maximum(highest, tl.max(scores, 1))
     shares = tl.exp(scores - higher[:, None])
     shrink = tl.exp(highest - higher)
@@ -137,7 +138,7 @@ def attend(
     Grid (B, HK, splits). qkv (B, (HQ + 2 HK) D); kv_cache of one layer; cos, sin (positions, R); qk_norm (HQ + HK, D).
     out (B, HQ D). ROUND: blocks that are read at once. With SPLIT, partial (B, HK, splits, GP, DP + 2) float32 holds
     the weighted sum, maximum and weight of each program. The last program to finish, determined by the counters
-    arrived (slots, HK), merges them and resets its counter to 0.
+    arrived (slots, HK), merges them and resets its counter to 0. WINDOW < 0: out is the rotated queries.
     """
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # independent loads first: short rows are bound by memory latency
@@ -155,7 +156,6 @@ def attend(
     new_block = tl.load(table + b * table_width + n // BLOCK_SIZE).to(tl.int64)
     q = _rotated(q, q_partner, real, qk_norm, heads, c, sn, d, eps, D, R, NORM).to(new_v.dtype)
     new_k = _rotated(new_k, k_partner, inside[None, :], qk_norm, head, c, sn, d, eps, D, R, NORM).to(new_v.dtype)
-
     first = s == 0  # write the new token's key and value to the cache and start the sum with them
     if first:
         new_at = kv_cache + ((new_block * 2 * HK + h) * BLOCK_SIZE + n % BLOCK_SIZE) * D
@@ -164,12 +164,11 @@ def attend(
     highest, weight, total = _first_sum(q, new_k, new_v, first, scale, softcap, GP, DP, SOFTCAP)
 
     begin = tl.maximum(n - WINDOW + 1, 0) // BLOCK_SIZE if WINDOW > 0 else 0
-    end = (n + BLOCK_SIZE - 1) // BLOCK_SIZE
+    end = (n + BLOCK_SIZE - 1) // BLOCK_SIZE if WINDOW >= 0 else 0
     span = (end - begin + splits - 1) // splits
-    low = begin + s * span
-    high = tl.minimum(end, low + span)
+    high = tl.minimum(end, begin + (s + 1) * span)
     column = tl.arange(0, ROUND * BLOCK_SIZE)
-    for p in range(low, high, ROUND):
+    for p in range(begin + s * span, high, ROUND):
         index = p + column // BLOCK_SIZE
         block = tl.load(table + b * table_width + index, mask=index < high, other=0).to(tl.int64)
         key = kv_cache + (((block * 2 * HK + h) * BLOCK_SIZE + column % BLOCK_SIZE) * D)[:, None] + d[None, :]
@@ -177,15 +176,62 @@ def attend(
         if WINDOW > 0:
             seen &= p * BLOCK_SIZE + column > n - WINDOW
         highest, weight, total = _add_keys(
-            q, key, seen[:, None] & inside[None, :], seen, highest, weight, total, scale, softcap, HK * BLOCK_SIZE * D,
-            SOFTCAP, PRECISION,
+            q, key, seen[:, None] & inside[None, :], seen[None, :], highest, weight, total, scale, softcap,
+            HK * BLOCK_SIZE * D, SOFTCAP, PRECISION,
         )  # fmt: skip
     at = out + b * HQ * D + heads + d[None, :]
-    if SPLIT:
+    if WINDOW < 0:
+        tl.store(at, q, mask=real)
+    elif SPLIT:
         partials = partial + (b * HK + h) * splits * GP * (DP + 2)
         merge_partials(at, real, partials, arrived + b * HK + h, s, splits, highest, weight, total, GP, DP, SP)
     else:
         tl.store(at, (total / weight[:, None]).to(q.dtype), mask=real)
+
+
+@triton.jit(do_not_specialize=["slots", "table_width", "splits"])
+def attend_slots(
+    query, kv_cache, table, state, out, partial, arrived, scale, softcap, slots, table_width, splits, Q: tl.constexpr,
+    HQ: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, TILES: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention of Q rows per slot to all keys up to their own, which the cache has: it is read once for all of them.
+
+    Grid (slots, HK TILES, splits). query, out (slots Q, HQ D). The rows of a slot have its first position if they are
+    not live. A program computes GP of the Q G queries of a key head. Others: as in `attend`.
+    """
+    b, h, s = tl.program_id(0), tl.program_id(1) // TILES, tl.program_id(2)
+    if tl.load(state + _STATUS * slots + b * Q) != _LIVE:
+        return
+    i, d = (tl.program_id(1) % TILES) * GP + tl.arange(0, GP), tl.arange(0, DP)
+    inside, real = d < D, (i < Q * G)[:, None] & (d < D)[None, :]
+    rows = b * Q + tl.minimum(i // G, Q - 1)
+    at = (rows * HQ + h * G + i % G)[:, None] * D + d[None, :]
+    q = tl.load(query + at, mask=real, other=0.0)
+    n, first = tl.load(state + _POSITION * slots + rows), tl.load(state + _POSITION * slots + b * Q)
+    highest, weight = tl.full([GP], -1e30, tl.float32), tl.zeros([GP], tl.float32)
+    total, last = tl.zeros([GP, DP], tl.float32), tl.max(n, 0)
+    begin = tl.maximum(first - WINDOW + 1, 0) // BLOCK_SIZE if WINDOW > 0 else 0
+    end = last // BLOCK_SIZE + 1
+    span = (end - begin + splits - 1) // splits
+    for p in range(begin + s * span, tl.minimum(end, begin + (s + 1) * span)):
+        block, column = tl.load(table + b * Q * table_width + p).to(tl.int64), tl.arange(0, BLOCK_SIZE)
+        key = kv_cache + (((block * 2 * HK + h) * BLOCK_SIZE + column) * D)[:, None] + d[None, :]
+        column += p * BLOCK_SIZE
+        seen = column[None, :] <= n[:, None]
+        if WINDOW > 0:
+            seen &= column[None, :] > n[:, None] - WINDOW
+        highest, weight, total = _add_keys(
+            q, key, (column <= last)[:, None] & inside[None, :], seen, highest, weight, total, scale, softcap,
+            HK * BLOCK_SIZE * D, SOFTCAP, PRECISION,
+        )  # fmt: skip
+    if SPLIT:
+        program = b * HK * TILES + tl.program_id(1)
+        partials = partial + program * splits * GP * (DP + 2)
+        merge_partials(out + at, real, partials, arrived + program, s, splits, highest, weight, total, GP, DP, SP)
+    else:
+        tl.store(out + at, (total / weight[:, None]).to(q.dtype), mask=real)
 
 
 @triton.jit

@@ -161,6 +161,8 @@ class Rollout:
         seconds = time.perf_counter() - start if with_loops else self.engine.stats.seconds
         responses = self.columns_of(trajectories, max_over_ranks, with_loops)
         metrics = {"rollout/tokens_per_second": (int(responses.batch["response_mask"].sum()), seconds)}
+        if drafts := self.engine.stats.drafts:
+            metrics["rollout/draft_acceptance"] = (self.engine.stats.accepted, drafts)
         responses.meta_info["metrics"] = metrics | responses.meta_info["metrics"]
         return responses
 

@@ -186,7 +186,7 @@ class ModuleDecoder:
         kept: the columns of the logits that are returned; None: the last.
 
         Returns:
-            (b, V), or (kept, V) if b is 1.
+            (b, V), or (b kept, V).
         """
         arguments: dict[str, Any] = {self._cache_argument: forward_pass.cache, "use_cache": True}
         if self._takes_positions and positions is not None:

@@ -35,29 +35,29 @@ class ModuleCache:
 
 
 class SlotPass(ForwardPass):
-    """Decoding steps of rows 0 .. B - 1, whose tokens are at `positions` (B,)."""
+    """Decoding steps of rows 0 .. B - 1, whose tokens are at `positions` (B, Q)."""
 
     def __init__(self, decoder: ModuleDecoder, cache: ModuleCache, positions: torch.Tensor):
         self.pages = cache.pages
         self.rows = torch.arange(len(positions), device=cache.device)
         self.cache = decoder.layout.cache(self, cache.states.first(len(positions)))
-        self.is_even = bool((positions == positions[:1]).all())
+        self.is_even = positions.shape[1] == 1 and bool((positions == positions[:1]).all())
         self.set_positions(positions)
 
     def set_positions(self, positions: torch.Tensor) -> None:
         """Start a step."""
         self.positions = positions
-        self.length = int(positions.max()) if len(positions) else 0
-        self.width = self.length + 1
+        self.width = int(positions.max()) + 1 if len(positions) else 1
+        self.length = self.width - positions.shape[1]
         self.causal: torch.Tensor | None = None
         if not self.is_even:
-            self.causal = (torch.arange(self.width, device=positions.device) <= positions[:, None])[:, None, None]
+            self.causal = (torch.arange(self.width, device=positions.device) <= positions[..., None])[:, None]
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ForwardPass.write`. Returns all keys and values of the rows."""
         stored = self.pages.keys[layer], self.pages.values[layer]
         for pages, new in zip(stored, (keys, values)):
-            pages[self.rows, :, self.positions] = new[:, :, 0].to(pages.dtype)
+            pages[self.rows[:, None], :, self.positions] = new.transpose(1, 2).to(pages.dtype)
         return tuple(pages[: len(self.rows), :, : self.width] for pages in stored)
 
     def expand(self, module, latents, rotated) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,7 +66,7 @@ class SlotPass(ForwardPass):
 
     def query_positions(self, device: torch.device) -> torch.Tensor:
         """See `ForwardPass.query_positions`."""
-        return self.positions[:, None]
+        return self.positions
 
     def attend(self, module, query, key, value, mask, scores) -> torch.Tensor:
         """See `ForwardPass.attend`."""
@@ -115,11 +115,18 @@ class ModuleSlotDecoder:
 
     def start_step_at(self, positions: torch.Tensor) -> None:
         """Set the positions (B,) of rows 0 .. B - 1 for the next `step`; each step advances them by one."""
-        self.step_pass = SlotPass(self.decoder, self.cache, positions.clone())
+        self.step_pass = SlotPass(self.decoder, self.cache, positions[:, None].clone())
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Decode one step. tokens: (B,) of rows 0 .. B - 1. Returns logits (B, V) float32."""
         step_pass = self.step_pass
-        logits = self.decoder.forward(tokens[:, None], step_pass.positions[:, None], step_pass)
+        logits = self.decoder.forward(tokens[:, None], step_pass.positions, step_pass)
         step_pass.set_positions(step_pass.positions + 1)
         return logits.float()
+
+    def verify(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Decode tokens (B, Q) at consecutive positions (B, Q) of rows 0 .. B - 1. Returns logits (B Q, V) float32."""
+        # drafts behind the longest sequence are not accepted
+        known = positions.clamp_max(self.decoder.max_positions - 1)
+        step_pass, kept = SlotPass(self.decoder, self.cache, positions), torch.arange(tokens.shape[1])
+        return self.decoder.forward(tokens, known, step_pass, kept.to(tokens.device)).float()
