@@ -115,7 +115,7 @@ class Run:
             env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         command = ["bash", str(ROOT / f"examples/recipes/{job.recipe}/run.sh"), *job.settings]
         self.command = " ".join(["bash", f"examples/recipes/{job.recipe}/run.sh", *job.settings])
-        with (self.folder / "log.txt").open("w") as log:
+        with (self.folder / "log.txt").open("w", encoding="utf-8") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=ROOT, start_new_session=True)
         self.seconds = 0.0
 

@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 OF_RECIPES = {ROOT / f"verl/recipe/{name}/run_local.sh" for name in ("safe_rlhf", "spin")}
 OF_RECIPES.add(ROOT / "verl/recipe/flowrl/run_gsm8k_local.sh")  # its loss is registered once
 OF_RECIPES.add(ROOT / "examples/launch/torchrun.sh")  # in tests/test_launch_examples.py
+OF_RECIPES |= {*(ROOT / "examples/recipes").rglob("*.sh")}  # of SmolLM2, in tests/test_recipes.py
 SCRIPTS = sorted(
     {path for folder in ("examples", "verl/recipe") for path in (ROOT / folder).rglob("*.sh")} - OF_RECIPES
 )

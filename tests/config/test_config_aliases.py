@@ -438,6 +438,4 @@ def test_keys_of_recipes_without_effect_are_named(caplog):
     keys = ["fault_manager.timeout_rebuild=9", "async_resources.advantage.num_cpus=4", "async_flow.experience_topic=a"]
     with caplog.at_level("WARNING", "verl.config"):
         load_config(overrides=keys)
-    assert "ignored: 3 keys without effect here" in caplog.text and all(
-        k.partition("=")[0] in caplog.text for k in keys
-    )
+    assert "without effect here" in caplog.text and all(k.partition("=")[0] in caplog.text for k in keys)

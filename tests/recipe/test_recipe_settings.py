@@ -30,7 +30,6 @@ REFUSED = [
     (flowrl, "actor_rollout_ref.ref.enable=null", "reads the reference"),
     (gkd, "distillation.enabled=false", "GKD needs a teacher"),
     (gkd, "distillation.distillation_loss.use_task_rewards=true", "GKD has no rewards"),
-    (gkd, "algorithm.adv_estimator=rloo", "GKD has no advantages"),
     (safe_rlhf, "algorithm.adv_estimator=remax", "a baseline of the rewards"),
     (safe_rlhf, "safe_rlhf.cost_model.enable=true", "set it to a sequence-classification model"),
     (spin, "spin.preferred=data", "use 1 with spin.preferred=data"),

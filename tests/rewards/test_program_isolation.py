@@ -134,7 +134,7 @@ def test_files_are_measured(tmp_path):
 def test_a_program_ends_before_the_host_is_out_of_memory(monkeypatch, caplog):
     """The file says that 100 MiB of 16 GiB are available."""
     real = Path.read_text
-    text = "MemTotal:       16777216 kB\nMemAvailable:     102400 kB\n"
+    text = "MemTotal:       16777216 kB\nMemAvailable:     102400 kB\nShmem: 0 kB\n"
     monkeypatch.setattr(Path, "read_text", lambda p, **kw: text if str(p) == "/proc/meminfo" else real(p, **kw))
     finished = run("import time\ntime.sleep(9)", "landlock")
     assert finished.failure == "ran while the host had less than 512 MiB of memory"

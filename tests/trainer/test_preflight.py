@@ -81,7 +81,7 @@ NO_RECIPE = "Mine.recipe: expected a Recipe, found None: remove it"
         (None, ["algorithm.adv_estimator=grop", "--dry-run"], ["did you mean 'grpo'?"]),
         (None, ["algorithm.name=prime", "--dry-run"],
          ["'adv' reads 'rm_scores'", "run python -m verl.recipe.prime.main_prime"]),
-        (DAPOTrainer, ["data.max_response_length=16", "--dry-run"],
+        (DAPOTrainer, ["data.max_response_length=16", "reward.reward_kwargs.overlong_buffer.len=20", "--dry-run"],
          ["set reward.reward_kwargs.overlong_buffer.len=4, or reward.reward_kwargs.overlong_buffer.enable=false"]),
         *((WITHOUT_FILE, [flag], ["nowhere.yaml"]) for flag in ("--dry-run", "--print-config")),
         *((WITHOUT_RECIPE, flags, [NO_RECIPE]) for flags in ([], ["--print-config"])),

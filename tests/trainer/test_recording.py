@@ -178,7 +178,7 @@ def test_the_report_holds_no_markup_of_the_run(finished, tmp_path):
     (score,) = [panel for panel in data["panels"] if panel["title"] == "score"]
     assert [len(curve["points"]) for curve in score["curves"]] == [12, 3]
     assert score["curves"][1]["label"] == "validation (greedy)"
-    assert "pytest" in data["command"] and data["packages"]["torch"] == version("torch")
+    assert "python" in data["command"] and data["packages"]["torch"] == version("torch")
     assert "GPU hours" not in str(data["tiles"])
     assert data["changed"]["trainer.total_training_steps"] == {"value": 12, "default": None}
     assert {operator["name"] for operator in data["timing"]["operators"]} >= {"gen", "reward", "update_actor"}

@@ -99,6 +99,8 @@ _STYLES: dict[str, ParallelStyle] = {
     "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=2, use_local_output=True),
 }
 _SHARDED_DIM = {"colwise": 0, "rowwise": 1}
+#: numbers of heads, which the ranks share
+_HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -126,11 +128,9 @@ def planned_layers(trunk: nn.Module, model: str) -> dict[str, str]:
     """Name of each sharded layer -> its style. model: name for errors. Raises like `tensor_parallel`."""
     source = f"base_model_tp_plan of transformers {transformers.__version__}"
     plan: Mapping[str, str] | None = trunk.config.base_model_tp_plan
-    if not plan:
-        raise ValueError(f"{model} has no plan for tensor parallelism ({source}): use {KEY} 1")
     layers = {}
     for name, layer in trunk.named_modules():
-        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        style = (plan or {}).get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style is None or isinstance(layer, nn.Embedding):  # every rank has all of the embedding
             continue
         if style not in _STYLES or (style in _SHARDED_DIM and not isinstance(layer, nn.Linear)):
@@ -139,6 +139,8 @@ def planned_layers(trunk: nn.Module, model: str) -> dict[str, str]:
                 f"(expected a Linear as one of {sorted(_STYLES)}): use {KEY} 1"
             )
         layers[name] = style
+    if not layers or not trunk.config.to_dict().keys() >= {*_HEADS}:
+        raise ValueError(f"{model} has no plan for tensor parallelism ({source}): use {KEY} 1")
     for block in dict.fromkeys(name.rpartition(".")[0] for name in layers):  # others would get incomplete gradients
         for parameter, _ in trunk.get_submodule(block).named_parameters():
             name = f"{block}.{parameter}".rpartition(".")[0]
@@ -151,7 +153,7 @@ def planned_layers(trunk: nn.Module, model: str) -> dict[str, str]:
 
 def _check_sizes(trunk: nn.Module, layers: Mapping[str, str], size: int) -> None:
     config: Any = trunk.config
-    for key in ("num_attention_heads", "num_key_value_heads"):
+    for key in _HEADS:
         count = config.to_dict()[key]
         if count % size:
             raise ValueError(f"{KEY} {size} does not divide the model's {key} {count}")

@@ -166,8 +166,8 @@ class ActorWorker(RolloutMethods, EngineWorker):
         allocated, reserved, used = self.engine.max_over_ranks(
             [size / 2**30 for size in (*peaks, -torch.cuda.mem_get_info(self.device)[0])]
         )
-        memory = {"max_memory_allocated": allocated, "max_memory_reserved": reserved, "memory_free": -used}
-        return metrics | {f"perf/{name}_gb": size for name, size in memory.items()}
+        memory = {"max_memory_allocated_gb": allocated, "max_memory_reserved_gb": reserved, "memory_free_gb": -used}
+        return metrics | {f"perf/{name}": size for name, size in memory.items()}
 
 
 def policy_objective(
