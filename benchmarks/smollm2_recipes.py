@@ -164,7 +164,7 @@ class Run:
 def device() -> str:
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")
+        names = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout.split("\n")
     except (OSError, subprocess.CalledProcessError):
         return f"CPU, {os.cpu_count()} cores"
     return f"{len(names) - 1} x {names[0]}"

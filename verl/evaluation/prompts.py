@@ -305,6 +305,7 @@ class SavedResponses:
         """Save the responses to some prompts; they are on disk when it returns."""
         lines = [json_line({"prompt": prompt, **asdict(item)}) for prompt, item in zip(prompts, responses)]
         advice = "Free some space and run the same command again"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with raise_disk_full(self.path.name, self.path.parent, advice), self.path.open("a", encoding="utf-8") as file:
             file.write("\n" + "".join(lines))  # the last line may be that of a killed process
             file.flush()
