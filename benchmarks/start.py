@@ -142,7 +142,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     lines = marks_of(marks)
     timeline = sorted((round(line["at"] - began, 2), line["rank"], line["mark"], line["seconds"]) for line in lines)
     metrics = out / "metrics.jsonl"
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    steps = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.exists() else []
     steps = [step for step in steps if "timing_s/step" in step]
     result = {"benchmark": "start", "label": args.label, "suite": args.suite, "devices": args.devices, "set": args.set}
     result |= {"status": code, "total_seconds": round(time.time() - began, 1), "timeline": timeline}
@@ -198,7 +198,7 @@ def main() -> None:
         result = run(args, folder)
     show(result)
     if args.out:
-        record = json.loads(args.out.read_text()) if args.out.exists() else facts(args) | {"lines": []}
+        record = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else facts(args) | {"lines": []}
         record["lines"].append(result | {"command": " ".join(["python benchmarks/start.py", *sys.argv[1:]])})
         args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     sys.exit(0 if result["status"] == 0 else 1)
