@@ -91,12 +91,12 @@ def _merged(module: Any, adapters: dict[str, torch.Tensor], folder: Path) -> dic
     try:
         adapted = get_peft_model(module, settings)
         set_peft_model_state_dict(adapted, adapters)
-        loaded = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        if differing := sorted(loaded.keys() ^ adapters.keys()):
-            raise ValueError(f"it is incomplete, or not one of this model: {differing[0]}")
-        for name, tensor in loaded.items():  # peft leaves out those of layers with another name in the model's files
-            tensor.data.copy_(adapters[name])
     except (ValueError, RuntimeError) as error:
-        raise ValueError(f"the adapter does not match the model: {error}") from error
+        raise ValueError(f"the adapters do not match the model: {error}") from error
+    loaded = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    if differing := sorted(loaded.keys() ^ adapters.keys()):
+        raise ValueError(f"the adapter is incomplete, or not one of this model: {differing[0]}")
+    for name, tensor in loaded.items():  # peft leaves out those of layers with another name in the model's files
+        tensor.data.copy_(adapters[name])
     state = adapted.merge_and_unload().state_dict()
     return {name: tensor for name, tensor in state.items() if name not in module.all_tied_weights_keys}
