@@ -3,7 +3,7 @@
     python benchmarks/smollm2_recipes.py --model FOLDER --gsm8k FOLDER --out OUT --gpus 2 --minutes 9
     python benchmarks/smollm2_recipes.py --model FOLDER --gsm8k FOLDER --out OUT --tiny     # a step of each, on a CPU
 
-Every job is `examples/recipes/NAME/run.sh` in a process group of its own, with a limit of time. OUT/NAME.json has the
+Every job is `examples/recipes/NAME/run.sh` in its own process group, with a time limit. OUT/NAME.json has the
 runs of a recipe in the form of its results/record.json; OUT/NAME/... the logs. A job that failed or was cut off is
 named in the table that is printed last; one that does not fit into the rest of the time is not started.
 """

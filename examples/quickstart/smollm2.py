@@ -84,7 +84,7 @@ def _missing_readers() -> list[str]:
 
 
 def _one_line(error: BaseException) -> str:
-    """The message of an error; of a request that reached nobody, the reason of the system."""
+    """The message of an error; for a failed connection, the reason that the operating system gives."""
     while type(error) is URLError and isinstance(error.reason, BaseException):
         error = error.reason
     text = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__

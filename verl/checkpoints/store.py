@@ -296,10 +296,13 @@ class CheckpointStore:
 
     def prune(self, keep: int) -> None:
         """Delete checkpoints older than the `keep` newest intact ones, except the best; log one that remains."""
-        checkpoints, best = self._scan()[0], self.best()
+        checkpoints = self._scan()[0]
         intact = [saved for saved in checkpoints if saved.size_fault() is None]
+        if len(intact) <= _check_keep(keep):
+            return
+        best = self.best()
         kept = {self.newest(), self.path(best["step"]) if best else None}
-        for saved in checkpoints if len(intact) > _check_keep(keep) else ():
+        for saved in checkpoints:
             if saved.serial < intact[keep - 1].serial and saved.folder not in kept:
                 with _deleting(saved.folder):
                     self._discard(saved.folder)

@@ -115,7 +115,7 @@ class EngineJob:
     token_ids: list[int] = field(default_factory=list, kw_only=True)
     log_probs: list[float] = field(default_factory=list, kw_only=True)
     versions: list[tuple[int, int]] = field(default_factory=list, kw_only=True)  # spans (first token, weight version)
-    # the experts that were chosen, of at least these tokens; None: not recorded
+    # routed experts, of at least these tokens; None: not recorded
     routed_experts: np.ndarray | None = field(default=None, kw_only=True)
 
     def completion(self, reason: FinishReason) -> Completion:

@@ -24,7 +24,7 @@ _MARGIN = 1.1
 
 @dataclass(frozen=True)
 class PromptLookup:
-    """How drafts are found: the tokens after the latest occurrence of the longest matching n-gram.
+    """The source of drafts: the tokens after the latest occurrence of the longest matching n-gram.
 
     Args:
         tokens: k, drafts per step.
