@@ -388,3 +388,19 @@ def test_experts_with_adapters_are_not_distributed(tmp_path):
     model = ModelConfig(path=save_model(MIXTURES["qwen3_moe"], tmp_path), **MIXTURE)
     with pytest.raises(ValueError, match="expert_parallel_size=2: experts with LoRA adapters are not distributed"):
         check_layers(model, "causal_lm", EngineConfig(expert_parallel_size=2), deterministic=False, replays=False)
+
+
+def in_16_bits_on_rank(path: str, sharded: bool = True) -> tuple[torch.Tensor, float]:
+    """Log-probs of this rank's rows after two updates in bf16, and the norm of the last gradient."""
+    engine = make_engine(path, OPTIMIZER, sharded=sharded, dtype="bf16", **LORA)
+    share = share_of(engine, make_batch())
+    metrics = train(engine, share, MicroBatching(), 2)
+    return engine.infer(share, ("log_probs",), MicroBatching())["log_probs"], metrics["grad_norm"]
+
+
+def test_ranks_in_16_bits_train_as_one_device(path):
+    """The merged weights are computed from gathered shards, again in the backward pass."""
+    log_probs, norm = in_16_bits_on_rank(path, sharded=False)
+    ranks = run_on_ranks(2, in_16_bits_on_rank, path)
+    assert [found for _, found in ranks] == pytest.approx([norm, norm], rel=0.02)
+    assert (torch.cat([found for found, _ in ranks]) - log_probs).abs().max() < 0.02

@@ -93,7 +93,7 @@ class BadStepsError(FloatingPointError):
     """Weights or too many updates are broken: the run stops or rolls back."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pending:
     """A checkpoint that is being written.
 
@@ -102,6 +102,7 @@ class _Pending:
         written: the folder until it is complete.
         folder: completes it when closed.
         best: for `CheckpointStore.mark_best`, if it is the best one.
+        sealing: of the thread that computes the checksums, once all roles have written.
     """
 
     path: Path
@@ -109,6 +110,7 @@ class _Pending:
     written: Path
     folder: ExitStack
     best: Mapping[str, Any] | None
+    sealing: Future[None] | None = None
 
 
 def describe_saving(trainer: RunConfig) -> str:
@@ -157,7 +159,6 @@ class Checkpointer:
         self._durations = Durations(wait_limits(self.run.config))
         self._serial: int | None = None  # of the newest checkpoint before this run
         self._pending: _Pending | None = None
-        self._sealing: Future[None] | None = None  # of the pending checkpoint, once all roles have written
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="seal")
         self._saves = describe_saving(self.run.config.trainer) != "never"
 
@@ -267,10 +268,10 @@ class Checkpointer:
                 if not self._is_sealed(pending, wait):
                     return
             except Exception:
-                self._pending = self._sealing = None
+                self._pending = None
                 with pending.folder:
                     raise
-        self._pending = self._sealing = None
+        self._pending = None
         pending.folder.close()
         if pending.best is not None:
             self.store.mark_best(pending.best)
@@ -288,13 +289,13 @@ class Checkpointer:
     def _is_sealed(self, pending: _Pending, wait: bool) -> bool:
         """Whether all roles have written, and a thread has computed the checksums. Raises their errors."""
         start, limit = time.monotonic(), self._durations.limit("write")
-        while self._sealing is None or not self._sealing.done():
-            if self._sealing is None and self._is_written():
+        while pending.sealing is None or not pending.sealing.done():
+            if pending.sealing is None and self._is_written():
                 for role in self._present_roles():
                     self.roles[role].finish_checkpoint()
                 for role in self._present_roles():  # before the checksums: a file that is not visible has none
                     self._check_shared(role, pending.written / role)
-                self._sealing = self._sealer.submit(self.store.seal, pending.written)
+                pending.sealing = self._sealer.submit(self.store.seal, pending.written)
             if not wait:
                 return False
             if time.monotonic() - start > limit.seconds:
@@ -302,15 +303,15 @@ class Checkpointer:
                     f"{pending.path} is not written after {limit.seconds:g} s (limit: {limit.reason})"
                 )
             # an interruption here leaves the write as it is
-            time.sleep(_POLL_INTERVAL) if self._sealing is None else futures.wait([self._sealing], _POLL_INTERVAL)
-        self._sealing.result()
+            time.sleep(_POLL_INTERVAL) if pending.sealing is None else futures.wait([pending.sealing], _POLL_INTERVAL)
+        pending.sealing.result()
         return True
 
     def finish_pending_save(self, error: BaseException) -> None:
         """Complete the pending checkpoint of a run that failed with `error`, if its workers can still write it."""
         if self._pending is not None and isinstance(error, Stopped):  # a second signal: at once
             logger.warning("%s is discarded", self._pending.path)
-            pending, self._pending, self._sealing = self._pending, None, None
+            pending, self._pending = self._pending, None
             with suppress(Stopped), pending.folder:
                 raise error
         if self._pending is not None and isinstance(error, KeyboardInterrupt):
