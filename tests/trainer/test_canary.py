@@ -4,12 +4,12 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from tests.trainer.runs import fit_reports
 from verl.engines.torch_engine import TorchEngine
 from verl.rollout.request import Completion
-from verl.trainer.guards.mismatch import RolloutMismatchError
+from verl.trainer.guards.mismatch import RolloutMismatchError, rounding_factor
 from verl.trainer.ppo.canary import Canary, StaleWeightsError
 from verl.weight_sync import ModuleReceiver, ReplicaSync, SyncReport
 
@@ -102,8 +102,8 @@ class Roles:
         return [self.compared]
 
 
-def outcome(roles: Roles, versions=(0, 10, 20)) -> str:
-    canary = Canary(roles.world, 10, vocab_size=100, prompt_length=64, response_length=64)
+def outcome(roles: Roles, versions=(0, 10, 20), rounding=1.0) -> str:
+    canary = Canary(roles.world, 10, vocab_size=100, prompt_length=64, response_length=64, rounding=rounding)
     for roles.version in versions:
         assert canary.is_due(roles.version)
         try:
@@ -132,6 +132,16 @@ def test_noise_of_16_bits_is_no_alarm_and_old_weights_are_one():
     assert "still generates with the weights of version 0" in message
     # in float32 a single update is enough
     assert "version 10" in outcome(Roles(1e-6, 1e-4, keeps=0, narrow=False))
+
+
+def test_fp8_and_experts_widen_the_limit():
+    """A 7B model of random weights in FP8 has a mean of 0.28 and a maximum of 0.66 (2 x H200), and was refused."""
+    factor = rounding_factor(Qwen2Config(), "fp8")
+    assert (factor, rounding_factor(Qwen3MoeConfig(), None), rounding_factor(Qwen2Config(), "nf4")) == (5.0, 2.0, 1.0)
+    noisy = Roles(noise=0.35, step=0.0, compared=True)
+    assert "computes something else" in outcome(noisy, (0,))
+    assert outcome(noisy, (0,), factor) == "intact"
+    assert "expected at most 0.5 and 5 (16 bits)" in outcome(Roles(1.0, 0.0, compared=True), (0,), factor)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16])

@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from verl.checkpoints.manifest import DELETE
 from verl.checkpoints.safetensors_files import SafetensorsFiles
 from verl.checkpoints.shard_files import ShardPlanner, ShardReader, unpickling_fault
+from verl.engines.memory import HOST, present_memory, view_like
 from verl.engines.optimizer import AdamW8bit
 from verl.modeling.huggingface import load_pretrained
 
@@ -122,10 +123,7 @@ def _elements(item: WriteItem) -> int:
 
 
 def host_copy(state: Any) -> Any:
-    """Copy all tensors of nested state to host memory, so that training can continue. Sharded tensors stay sharded.
-
-    Most of the time goes into the page faults of new memory, so several threads copy.
-    """
+    """Copy all tensors of nested state to host memory, so that training can continue. Sharded tensors stay sharded."""
     leaves, structure = tree_flatten(state)
     with ThreadPoolExecutor(min(WRITERS, len(leaves) or 1)) as threads:
         return tree_unflatten(threads.map(_copy, leaves), structure)
@@ -136,7 +134,7 @@ def _copy(value: Any) -> Any:
         return value
     value = value.detach()
     if not isinstance(value, DTensor):
-        return value.to("cpu", copy=True)
+        return value.clone() if value.device == HOST else view_like(present_memory(value.nbytes), value).copy_(value)
     layout = {"shape": value.shape, "stride": value.stride(), "run_check": False}
     return DTensor.from_local(_copy(value.to_local()), value.device_mesh, value.placements, **layout)
 

@@ -22,7 +22,7 @@ from verl.engines import checkpoint, memory, optimizer
 from verl.engines.base import NUM_CANDIDATES, EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
 from verl.engines.gathering import gather_tensors, local_shard, shard_of
 from verl.engines.loading import ModelSpec, TokenModel, checked, log_padding, resolve_model
-from verl.engines.memory import OnDevice, move_optimizer
+from verl.engines.memory import HostMemory, OnDevice, move_module, move_optimizer
 from verl.engines.metrics import MetricSums
 from verl.engines.micro_batch import host_columns, join_rows, plan_micro_batches, take_rows
 from verl.engines.routing import (
@@ -90,7 +90,8 @@ class TorchEngine(TrainEngine):
         self.model_parallel_rank = self.sharding.model_parallel_rank
         trains = spec.optimizer is not None
         self.module = self.sharding.build(self.model_spec) if module is None else checked(module, self.model_spec)
-        use_fp8(self.module, spec.model.quantization)  # after `checked`: rounding enlarges differences of the last bit
+        # after `checked`: rounding enlarges differences of the last bit
+        use_fp8(self.module, spec.model.quantization, self.device)
         self.model = TokenModel(self.module, self.model_spec)
         self.packs = is_packed(self.module)
         if spec.model.use_remove_padding and not self.packs and self.sharding.is_first_rank:
@@ -130,9 +131,11 @@ class TorchEngine(TrainEngine):
             factor = optimizer.lr_multiplier(spec.optimizer, spec.total_training_steps)
             self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
             if moves and spec.engine.optimizer_offload:
-                self._optimizer_used = OnDevice(partial(move_optimizer, self.optimizer), self.device)
+                move = partial(move_optimizer, self.optimizer, memory=HostMemory())
+                self._optimizer_used = OnDevice(move, self.device)
         if moves and spec.engine.param_offload:
-            self._weights_used = OnDevice(self.model.to, self.device)
+            move = partial(move_module, self.model, HostMemory())
+            self._weights_used = OnDevice(move, self.device)
 
     # ---- computing ----------------------------------------------------------------------------------------------
 

@@ -41,12 +41,16 @@ class Quantized(NamedTuple):
     rows: int = 0  # M without padding
 
 
-def has_kernels(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
-    """Whether the GEMM of codes supports weights (N, K), computed in `dtype`; otherwise it is emulated."""
+def has_kernels(weights: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device | None = None) -> bool:
+    """Whether the GEMM of codes supports weights (N, K), computed in `dtype`; otherwise it is emulated.
+
+    device: where they are used; default: where they are.
+    """
+    device = weights[0].device if device is None else device
     return (
-        weights[0].is_cuda
+        device.type == "cuda"
         and dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(weights[0].device)[0] == 9  # cuBLAS scales blocks on Hopper only
+        and torch.cuda.get_device_capability(device)[0] == 9  # cuBLAS scales blocks on Hopper only
         and not any(size % BLOCK for weight in weights for size in weight.shape)
     )
 
@@ -174,18 +178,21 @@ class Fp8Linear(nn.Linear):
         return Fp8Matmul.apply(x, compute_dtype(x, self.weight), self.cache, 1, self.weight, *biases)
 
 
-def use_fp8(module: nn.Module, quantization: str | None = "fp8") -> nn.Module:
+def use_fp8(module: nn.Module, quantization: str | None = "fp8", device: torch.device | None = None) -> nn.Module:
     """With the key `model.quantization` at "fp8", let the linear layers in the decoder layers of a HuggingFace model
     compute in FP8, in place. Returns the module.
 
     Other modules keep their dtype: the embedding, the head, norms, routers, experts and a vision tower.
+
+    Args:
+        device: where the layers compute; default: where the weights are.
     """
     if quantization != "fp8":
         return module
     layers = [each for each in language_model_of(module).layers.modules() if type(each) is nn.Linear]
     for layer in layers:
         layer.__class__ = Fp8Linear
-    supported = has_kernels([layer.weight for layer in layers], torch.bfloat16)
+    supported = has_kernels([layer.weight for layer in layers], torch.bfloat16, device)
     how = (
         "in FP8" if supported else "with the values of FP8, in another dtype: FP8 needs a Hopper GPU and sizes in 128s"
     )

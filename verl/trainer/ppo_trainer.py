@@ -21,6 +21,7 @@ from verl.tracking.tracking import setup_logging
 from verl.trainer.base import Trainer
 from verl.trainer.checks.agents import describe_agents
 from verl.trainer.checks.preflight import INPUTS, Recipe, Settings, recipe_of, run_checks
+from verl.trainer.guards.mismatch import rounding_factor
 from verl.trainer.output.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
 from verl.trainer.output.samples import (
     check_sampling,
@@ -156,13 +157,14 @@ class PPOTrainer(Trainer):
         return correct_rollout(flow, self.config)
 
     def make_runner(self) -> PPORunner:
-        rollout = self.config.actor_rollout_ref.rollout
+        rollout, model = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.model
         canary = Canary(
             self.roles,
             rollout.check_every,
             vocab_size=self.vocab_size,
             prompt_length=rollout.prompt_length,
             response_length=rollout.response_length,
+            rounding=rounding_factor(self.run.inputs.limits.hf_config, model.quantization),
         )
         self.rollout_weights = RolloutWeights(self.roles, self.config.rollout_is_separate, canary)
         if self.config.trainer.max_staleness > 0:

@@ -4,6 +4,7 @@ A policy gradient of tokens whose log-probs are wrong trains something else, and
 """
 
 import logging
+from typing import Any
 
 from verl.config.fields import Schema
 from verl.config.schema import Config
@@ -32,6 +33,11 @@ CAUSES = (
 )
 
 
+def rounding_factor(hf_config: Any, quantization: str | None) -> float:
+    """How many times larger the mismatch due to rounding may be than in a dense model without `model.quantization`."""
+    return (_EXPERTS if experts_of(hf_config) else 1.0) * (_FP8 if quantization == "fp8" else 1.0)
+
+
 class RolloutMismatchError(RuntimeError):
     """Rollout and training compute different log-probs for the same tokens."""
 
@@ -42,7 +48,7 @@ class MismatchLimit(Guard):
 
     def __init__(self, config: Schema):
         self._settings = config.actor_rollout_ref.rollout if isinstance(config, Config) else None
-        self._is_fp8 = isinstance(config, Config) and config.actor_rollout_ref.model.quantization == "fp8"
+        self._quantization = config.actor_rollout_ref.model.quantization if isinstance(config, Config) else None
         self._is_first = True
         self._worst = 0.0  # the largest mismatch that was warned of
 
@@ -60,8 +66,8 @@ class MismatchLimit(Guard):
         if not all(view.roles["rollout"].samples_policy()):
             return
         is_narrow = any(view.roles["actor"].computes_in_16_bits())
-        limit = self._limit(_16_BITS if is_narrow else _FLOAT32, experts_of(view.run.inputs.limits.hf_config))
-        limit *= _FP8 if self._is_fp8 and self._settings.max_mismatch is None else 1.0
+        factor = rounding_factor(view.run.inputs.limits.hf_config, self._quantization)
+        limit = self._limit(factor * (_16_BITS if is_narrow else _FLOAT32))
         if mismatch <= limit:
             return
         message = (
@@ -75,11 +81,11 @@ class MismatchLimit(Guard):
         self._worst = mismatch
         logger.warning("%s", message)
 
-    def _limit(self, at_temperature_1: float, experts: int = 0) -> float:
-        """The largest mismatch in nats. at_temperature_1: that of a dense model; a lower temperature scales it up."""
+    def _limit(self, at_temperature_1: float) -> float:
+        """The largest mismatch in nats, which a lower temperature scales up."""
         if self._settings.max_mismatch is not None:
             return self._settings.max_mismatch
-        return at_temperature_1 * (_EXPERTS if experts else 1.0) / min(1.0, self._settings.temperature)
+        return at_temperature_1 / min(1.0, self._settings.temperature)
 
     def _mismatch(self, report: StepReport) -> float:
         """The mean difference in nats. If filters such as top_p are not applied in training, log-probs of the rollout

@@ -63,6 +63,7 @@ class Canary:
         every: steps between two checks; 0: none.
         vocab_size: token ids of the prompt are below it.
         prompt_length, response_length: longest prompt and response of the engine.
+        rounding: how many times larger differences due to rounding are than `_LIMITS` expects.
     """
 
     def __init__(
@@ -73,12 +74,13 @@ class Canary:
         vocab_size: int,
         prompt_length: int,
         response_length: int,
+        rounding: float = 1.0,
     ):
         self.roles = roles
         self.every = every
         self.prompt = [(7 + 37 * i) % vocab_size for i in range(min(_TOKENS, prompt_length))]
         self.max_tokens = min(_TOKENS, response_length)
-        self.kind = "float32"
+        self.kind, self.rounding = "float32", rounding
         self.reset()
 
     def reset(self) -> None:
@@ -129,8 +131,8 @@ class Canary:
 
     def _compare(self, rank: int, check: _Check) -> None:
         mean, largest = float(check.mismatch.mean()), float(check.mismatch.max())
-        limits = _LIMITS[self.kind]
-        limits = limits[0] * math.sqrt(_TOKENS / len(check.tokens)), limits[1]
+        limits = [self.rounding * limit for limit in _LIMITS[self.kind]]
+        limits[0] *= math.sqrt(_TOKENS / len(check.tokens))
         if mean <= limits[0] and largest <= limits[1]:
             return
         subject, weights = f"rollout DP rank {rank}", f"the weights of version {check.version}"
@@ -156,7 +158,7 @@ class Canary:
     def _compare_with_old(self, rank: int, check: _Check, old: _Check, trained: torch.Tensor) -> None:
         """trained: the current log-probs of the old response."""
         changed = float((trained - old.trained).abs().mean())
-        if check.tokens != old.tokens or changed <= _CHANGED[self.kind]:
+        if check.tokens != old.tokens or changed <= self.rounding * _CHANGED[self.kind]:
             return
         engine_changed = float((check.rollout - old.rollout).abs().mean())
         if engine_changed == 0 or (len(old.tokens) * 2 >= _TOKENS and engine_changed * _NEARLY < changed):
