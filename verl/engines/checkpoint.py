@@ -32,12 +32,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import serialization
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from verl.checkpoints.manifest import DELETE
 from verl.checkpoints.safetensors_files import SafetensorsFiles
 from verl.checkpoints.shard_files import ShardPlanner, ShardReader, unpickling_fault
-from verl.engines.memory import HOST, present_memory, view_like
+from verl.engines.memory import HOST, HostMemory
 from verl.engines.optimizer import AdamW8bit
 from verl.modeling.huggingface import load_pretrained
 
@@ -124,19 +124,15 @@ def _elements(item: WriteItem) -> int:
 
 def host_copy(state: Any) -> Any:
     """Copy all tensors of nested state to host memory, so that training can continue. Sharded tensors stay sharded."""
-    leaves, structure = tree_flatten(state)
-    with ThreadPoolExecutor(min(WRITERS, len(leaves) or 1)) as threads:
-        return tree_unflatten(threads.map(_copy, leaves), structure)
+    memory = HostMemory()
+    memory.reserve(value.detach() for value in tree_leaves(state) if isinstance(value, torch.Tensor))
 
+    def copy(value: torch.Tensor) -> torch.Tensor:
+        return value.detach().clone() if value.device == HOST else memory.move(value.detach(), HOST)
 
-def _copy(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    value = value.detach()
-    if not isinstance(value, DTensor):
-        return value.clone() if value.device == HOST else view_like(present_memory(value.nbytes), value).copy_(value)
-    layout = {"shape": value.shape, "stride": value.stride(), "run_check": False}
-    return DTensor.from_local(_copy(value.to_local()), value.device_mesh, value.placements, **layout)
+    copied = tree_map_only(torch.Tensor, copy, state)
+    memory.wait()
+    return copied
 
 
 def on_host(state: Any) -> Any:

@@ -9,8 +9,9 @@ one layer at a time and costs another forward pass.
 import logging
 import mmap
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 import torch
@@ -24,8 +25,8 @@ from verl.modeling.log_probs import CHUNK_ELEMENTS, KEPT_SHARE
 from verl.modeling.vision import tower_of, tower_sizes
 
 HOST = torch.device("cpu")
-#: bytes from which a host copy gets huge pages
-_HUGE = 2**21
+#: bytes from which a host copy has separate pages, and threads that allocate them
+_LARGE, _THREADS = 2**21, 8
 logger = logging.getLogger("verl.engines")
 
 #: lengths of the two probe sequences; their difference removes what does not depend on the number of tokens
@@ -35,45 +36,44 @@ _SHORT, _LONG = 128, 384
 # ---- offloading -----------------------------------------------------------------------------------------------------
 
 
-def present_memory(size: int) -> torch.Tensor:
-    """`size` bytes of host memory whose pages are present, (size,) uint8.
-
-    A copy from a GPU into new memory runs at 1.5 GB/s, since the driver waits for each of its small pages; into memory
-    that was written to before, at 15 GB/s.
-    """
-    if size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size, dtype=torch.uint8)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
-
-
-def view_like(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Memory (bytes,) as a tensor with the shape, dtype and order of dimensions of `tensor`."""
-    return memory.view(tensor.dtype).as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
-
-
 class HostMemory:
-    """Page-locked host memory for tensors that move between the host and a GPU again and again (55 GB/s).
+    """Page-locked host memory for copies of the tensors of a GPU.
 
-    The memory of a tensor that is back on the GPU is kept for the next one of its size.
+    The memory of a tensor that is back on the GPU is kept for the next one of its size. Copies run at the speed of the
+    bus (55 GB/s), those into new memory of the allocator at 1.5 GB/s: the driver waits for each of its small pages.
     """
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)  # by size
         self._used: dict[int, torch.Tensor] = {}  # by address
-        self._all: list[torch.Tensor] = []
-        weakref.finalize(self, _unlock, self._all).atexit = False
+        self._locked: list[torch.Tensor] = []
+        weakref.finalize(self, _unlock, self._locked).atexit = False
+
+    def reserve(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Allocate the memory for copies of those of the tensors that are on a GPU, unless it is there."""
+        local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+        counts = Counter(t.nbytes for t in local if t.is_cuda)
+        sizes = [size for size, count in counts.items() for _ in range(count - len(self._free[size]))]
+        with ThreadPoolExecutor(_THREADS) as threads:
+            for memory in threads.map(_allocate, sizes):
+                self._free[memory.nbytes].append(memory)
+                if memory.is_pinned():
+                    continue
+                error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+                if error.value:
+                    logger.warning("%d bytes cannot be page-locked (%s), so copies are slower", memory.nbytes, error)
+                else:
+                    self._locked.append(memory)
 
     def move(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The tensor on another device; the copy is asynchronous on the current stream."""
+        """The tensor on another device. The copy is asynchronous, in the current stream."""
         if isinstance(tensor, DTensor):
             local = self.move(tensor.to_local(), device)
             layout = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
             return DTensor.from_local(local, tensor.device_mesh, tensor.placements, **layout)
-        if HOST.type in (tensor.device.type, device.type) and tensor.device.type != device.type and tensor.numel():
-            return self._offload(tensor) if device == HOST else self._restore(tensor, device)
-        return tensor.to(device)
+        if tensor.is_cuda and device == HOST:
+            return self._offload(tensor)
+        return self._restore(tensor, device) if device.type == "cuda" and tensor.device == HOST else tensor.to(device)
 
     def wait(self) -> None:
         """Wait for the copies to the host."""
@@ -81,10 +81,11 @@ class HostMemory:
             torch.cuda.synchronize()
 
     def _offload(self, tensor: torch.Tensor) -> torch.Tensor:
-        free = self._free[tensor.nbytes]
-        memory = free.pop() if free else self._allocate(tensor.nbytes)
+        self.reserve([tensor])
+        memory = self._free[tensor.nbytes].pop()
         self._used[memory.data_ptr()] = memory
-        return view_like(memory, tensor).copy_(tensor, non_blocking=True)
+        strides = torch.empty_like(tensor, device="meta").stride()  # the order of its dimensions, without gaps
+        return memory.view(tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor, non_blocking=True)
 
     def _restore(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
         tensor = torch.empty_like(host, device=device).copy_(host, non_blocking=True)
@@ -93,14 +94,15 @@ class HostMemory:
             self._free[memory.nbytes].append(memory)
         return tensor
 
-    def _allocate(self, size: int) -> torch.Tensor:
-        memory = present_memory(size)
-        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
-        if error.value:
-            logger.warning("%d bytes of host memory cannot be page-locked (%s): offloading is slower", size, error)
-        else:
-            self._all.append(memory)
-        return memory
+
+def _allocate(size: int) -> torch.Tensor:
+    """Host memory (size,) uint8. If it is large, its pages are large and present, but not locked."""
+    if size < _LARGE:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
 
 def _unlock(memories: list[torch.Tensor]) -> None:
@@ -132,6 +134,8 @@ class OnDevice:
 
 def move_module(module: nn.Module, memory: HostMemory, device: torch.device) -> None:
     """Move parameters and buffers, in place."""
+    if device == HOST:
+        memory.reserve([*module.parameters(), *module.buffers()])
     module._apply(lambda tensor: memory.move(tensor, device))  # as `module.to`, which FSDP2 follows
     memory.wait()
 
@@ -139,6 +143,9 @@ def move_module(module: nn.Module, memory: HostMemory, device: torch.device) -> 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, memory: HostMemory | None = None) -> None:
     """Move the optimizer state. Step counts (scalars) stay where the optimizer created them."""
     memory = memory or HostMemory()
+    if device == HOST:
+        values = (value for state in optimizer.state.values() for value in state.values())
+        memory.reserve([value for value in values if isinstance(value, torch.Tensor) and value.dim()])
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():
