@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -406,15 +407,21 @@ def _flat_defaults(schema: type[Schema]) -> Mapping[str, Any]:
 
 def differences(config: Schema) -> dict[str, Any]:
     """Dotted key -> value of the fields that differ from their defaults, derived defaults included."""
-    schema = type(config)
-    flat, plain, derived = to_flat_dict(config), _flat_defaults(schema), derived_fields(schema)
+    flat = to_flat_dict(config)
+    return {key: flat[key] for key in _changed_fields(type(config), json.dumps(flat))}
+
+
+@functools.lru_cache(maxsize=4)  # a start asks several times for those of one configuration
+def _changed_fields(schema: type[Schema], text: str) -> list[str]:
+    """Dotted keys of `differences`, of a flat configuration as JSON. Not to be changed."""
+    flat, plain, derived = json.loads(text), _flat_defaults(schema), derived_fields(schema)
     changed = {key: value for key, value in flat.items() if key not in derived and value != plain[key]}
     implied = to_flat_dict(schema.model_validate(unflatten(changed)))
     for key in derived:
         if implied[key] != flat[key]:
             changed[key] = flat[key]
             implied = to_flat_dict(schema.model_validate(unflatten(changed)))
-    return {key: changed[key] for key in flat if key in changed}
+    return [key for key in flat if key in changed]
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
