@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import sys
+from fnmatch import fnmatchcase
 
 # before torch is imported: the tests' processes share few cores, and their numbers must not depend on the machine
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,7 +37,21 @@ def stores() -> list[dict]:
 _LAST = ("test_crash_consistency.py", "test_fuzz.py")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before the slow tests are deselected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`@pytest.mark.fast("id", "pattern*")` names the cases of a test that are fast; the others are slow."""
+    unused: dict[str, set[str]] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("fast")) is not None:
+            name = item.callspec.id
+            found = {pattern for pattern in mark.args if pattern == name or fnmatchcase(name, pattern)}
+            test = item.nodeid.partition("[")[0]
+            unused[test] = unused.get(test, set(mark.args)) - found
+            if not found:
+                item.add_marker("slow")
+    wrong = {test: patterns for test, patterns in unused.items() if patterns}
+    if wrong and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"expected ids of cases in the mark `fast`, found {wrong}")
     items.sort(key=lambda item: item.path.name in _LAST)
 
 
@@ -78,6 +93,16 @@ def registries_as_they_were():
     for store, entries in zip(stores(), before):
         store.clear()
         store.update(entries)
+
+
+@pytest.fixture(autouse=True)
+def environment_as_it_was():
+    """Runs set variables of this process. The next test has not got them, and can use the fork servers of before."""
+    before = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    yield
+    for name in [name for name in os.environ if name not in before and not name.startswith("PYTEST_")]:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
 @pytest.fixture(autouse=True)

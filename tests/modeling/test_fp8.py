@@ -143,6 +143,7 @@ def test_fused_plain_and_padded_layers_compute_the_same_model(path):
             assert torch.allclose(trained[name][key], value, atol=2e-4), (name, key)
 
 
+@pytest.mark.fast("dtypes0", "dtypes2")
 @pytest.mark.parametrize(
     "dtypes", [{"dtype": "bf16"}, {"model_dtype": "bf16", "dtype": "fp32"}, {"model_dtype": "bf16", "dtype": "bf16"}]
 )

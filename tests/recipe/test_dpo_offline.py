@@ -240,6 +240,7 @@ def test_validation_is_the_loss_of_plain_models(tiny, settings):
     assert trainer.validate()["val/loss"] == pytest.approx(expected.item(), rel=1e-4)
 
 
+@pytest.mark.fast("dpo", "kto")
 @pytest.mark.parametrize("loss", ["dpo", "simpo", "kto"])
 def test_it_learns_the_preference(loss, tiny, settings):
     form = "labels" if loss == "kto" else "pairs"

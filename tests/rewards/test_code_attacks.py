@@ -166,6 +166,7 @@ def test_no_attack_uses_what_the_tests_do(name, mode, monkeypatch):
 slow = [pytest.param(name, marks=pytest.mark.slow) for name in ("another math", "another unittest", "skipped")]
 
 
+@pytest.mark.fast("another abs*", "skipped by pytest-tests[03]", "right-tests[03]")
 @pytest.mark.parametrize("tests", [COLLECTED, IMPORTED, STARRED, WITHOUT_IMPORT])
 @pytest.mark.parametrize("name", ["right", "another abs", "skipped by pytest", *slow])
 def test_no_attack_passes_tests_of_other_forms(name, tests):

@@ -100,6 +100,7 @@ def test_requests_that_arrive_together_are_generated_as_one_batch_to_the_bit(kin
     assert engine.generate(requests) == expected, "the engine's cache must not show what was before"
 
 
+@pytest.mark.fast("3-1", "3-3")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("slots", [None, 3])
 def test_requests_that_arrive_one_after_another_have_the_same_tokens(seed, slots):

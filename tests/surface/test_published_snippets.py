@@ -152,6 +152,7 @@ SNIPPETS_WITH_VLLM = {
 }
 
 
+@pytest.mark.fast("config.yaml")
 @pytest.mark.parametrize("name", SNIPPETS_WITH_VLLM)
 def test_the_snippets_with_vllm(name, workplace):
     from examples.quickstart.tiny_model import tiny_model

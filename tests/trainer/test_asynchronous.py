@@ -236,6 +236,7 @@ def test_an_error_of_the_reward_function_ends_the_run_with_it(settings, paid_by)
     assert "raised in operator 'reward'" in caught.value.__notes__
 
 
+@pytest.mark.fast("error0")
 @pytest.mark.parametrize("error", [RuntimeError("engine is broken"), SystemExit("engine ended")])
 def test_an_error_of_the_engine_ends_the_run_with_it(error, settings, monkeypatch):
     monkeypatch.setattr(VersionEngine, "fail_at", (14, error))
@@ -287,6 +288,7 @@ def test_the_old_policy_is_the_one_that_sampled_unless_there_is_a_correction(set
     assert not torch.equal(report.batch.batch["old_log_probs"], report.batch.batch["rollout_log_probs"])
 
 
+@pytest.mark.fast("top_p=0.9")
 @pytest.mark.parametrize("filter", ["top_p=0.9", "top_k=5", "min_p=0.1"])
 def test_filtered_log_probs_of_the_rollout_are_not_those_of_the_old_policy(filter, settings, caplog):
     chosen = [*settings, *GRPO, "trainer.async.max_staleness=1", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]

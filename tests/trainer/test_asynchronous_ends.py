@@ -266,6 +266,7 @@ def steps_of(trainer: PPOTrainer, count: int) -> list[tuple]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_rewind_gives_the_steps_of_a_fresh_resume(k, settings, tmp_path):
     more = [f"{ROLLOUT}.name=weights", "imports=[tests.trainer.test_asynchronous_ends]"]

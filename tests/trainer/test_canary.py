@@ -47,6 +47,7 @@ def test_a_push_that_copies_nothing_stops_the_run(settings, monkeypatch):
         fit_reports([*settings, *GRPO, *LORA, *free, "actor_rollout_ref.actor.optim.lr=3e-2"])
 
 
+@pytest.mark.fast("1e-4")
 @pytest.mark.parametrize("lr", ["1e-2", "1e-4"])
 def test_an_engine_that_copied_shared_weights_once_stops_the_run(lr, settings, monkeypatch):
     from verl.rollout.native.engine import NativeRollout
@@ -134,6 +135,7 @@ def test_noise_of_16_bits_is_no_alarm_and_old_weights_are_one():
     assert "version 10" in outcome(Roles(1e-6, 1e-4, keeps=0, narrow=False))
 
 
+@pytest.mark.fast("1", "16")
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16])
 def test_noise_is_no_alarm_however_short_the_response(tokens):
     """The noise of a small trained model in bf16, beside changes that are smaller, as large and larger."""

@@ -51,6 +51,7 @@ def test_one_line_per_step_and_a_summary_with_paths_and_the_next_command(setting
     assert end[4:6] == [f"next:    verl serve {model}", "         verl report run"]
 
 
+@pytest.mark.slow
 def test_the_summary_of_a_resumed_run_covers_all_of_its_steps(settings, tmp_path, lines, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for total in (2, 4):

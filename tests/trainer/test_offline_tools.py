@@ -138,6 +138,7 @@ class Ranked(SingleTurn):
 """
 
 
+@pytest.mark.fast("server*")
 @pytest.mark.parametrize(("kind", "n", "expected"), [("server", 1, [0.5, 1.5, 2.5, 3.5]), ("ranked", 3, [0, 1, 2] * 4)])
 def test_scores_of_agents_and_of_groups_are_in_the_file(kind, n, expected, keys, tmp_path):
     pytest.importorskip("uvicorn")

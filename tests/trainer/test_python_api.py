@@ -202,6 +202,7 @@ def test_steps_and_several_fits_train_as_one_fit_does(config, tiny, tmp_path):
         found["one"][0]["critic/score/meen"]
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_step_that_raises_does_not_count_and_its_prompts_are_drawn_again(config, tiny, dynamic):
     rows, calls, broken = rows_of(tiny / "train.jsonl"), [], []
@@ -448,6 +449,7 @@ def test_the_package_is_typed():
 # ---- bad arguments --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_other_rows_do_not_resume_a_run(config, caplog):
     """Without the names of files, experiments on different rows have the same default folder."""
     rows = [{"prompt": f"{letter}=", "answer": letter} for letter in "abcdefgh"]

@@ -35,6 +35,7 @@ def trained(config, kind=PPOTrainer, **more):
     return seen, trainer
 
 
+@pytest.mark.slow
 def test_a_run_on_images_is_the_same_and_resumes_to_the_same(vision, tmp_path):  # noqa: F811
     def run(name, threads, steps, **more):
         more |= {THREADS: threads, "trainer.total_training_steps": steps, "trainer.test_freq": -1}
@@ -154,6 +155,7 @@ def short_waits(monkeypatch):
     return {"trainer.wait_minimum": 1, "reward.timeout": 0.5, "trainer.total_training_steps": 6, "data.val_files": []}
 
 
+@pytest.mark.fast("1")
 @pytest.mark.parametrize("threads", [0, 1])
 def test_a_read_that_hangs_ends_the_run_with_its_stack(settings_of_text, short_waits, threads, monkeypatch):
     dataset = Counting(hang_at=14)

@@ -36,6 +36,7 @@ ALGORITHMS = {
 }
 
 
+@pytest.mark.fast("ppo-4")
 @pytest.mark.parametrize(
     ("algorithm", "stop"),  # inside an epoch of 6 steps, and on its boundary
     [

@@ -182,6 +182,7 @@ class Phases:
         monkeypatch.setattr(Rollout, name, watched)
 
 
+@pytest.mark.fast("remax")
 @pytest.mark.parametrize("algorithm", ["grpo", "remax"])
 def test_weights_are_pushed_once_per_step_and_validation_uses_them(algorithm, settings, monkeypatch):
     phases = Phases(monkeypatch)

@@ -178,6 +178,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.fast("the random state is a list", "weights with NaN", "shards are cut", "a list as state")
 @pytest.mark.parametrize("kind", DAMAGED)
 def test_damage_that_the_manifest_does_not_show_is_one_error(kind, saved, tiny, tmp_path):
     run = shutil.copytree(saved, tmp_path / "run", symlinks=True)

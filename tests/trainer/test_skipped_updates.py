@@ -45,6 +45,7 @@ def run(settings: list[str], folder, broken: Collection[int], *overrides: str, s
     return found
 
 
+@pytest.mark.fast("broken1*")
 @pytest.mark.parametrize(
     ("broken", "overrides", "message"),
     [
@@ -128,6 +129,7 @@ def sometimes_bad(token_level_rewards, response_mask, global_step=None):
 """
 
 
+@pytest.mark.fast("float('nan')", "1e30")
 @pytest.mark.parametrize("value", ["float('nan')", "float('-inf')", "1e30"])
 def test_a_bad_column_never_reaches_the_weights(value, settings, tmp_path, caplog):
     (tmp_path / "bad.py").write_text(COLUMN.replace("{VALUE}", value))
@@ -161,6 +163,7 @@ def test_a_run_rolls_back_once_and_skips_the_prompts(settings, tmp_path, threads
     assert [line["step"] for line in lines(tmp_path / "run/metrics.jsonl")] == list(range(1, 9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", THREADS)
 def test_a_rollback_with_dynamic_sampling_repeats_no_prompt(settings, tmp_path, threads):
     """The queue of prompts is that of the bad step, not that of the checkpoint."""

@@ -68,6 +68,7 @@ def settings(vision, run, **more):
     }
 
 
+@pytest.mark.fast("native")
 @pytest.mark.parametrize("engine", ["hf", "native"])
 def test_grpo_on_images(vision, tmp_path, monkeypatch, engine):
     monkeypatch.setenv("VERL_STRICT_DATA_CHECK", "1")

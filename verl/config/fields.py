@@ -123,9 +123,10 @@ class Section(pydantic.BaseModel):
     @classmethod
     def _bool_is_not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Reject True and False for numbers: Python accepts True as 1, but in a configuration it is a mistake."""
-        kinds = _members(cls.model_fields[info.field_name].annotation)
-        if isinstance(value, bool) and not any(kind in (bool, Any) or get_origin(kind) is dict for kind in kinds):
-            raise ValueError("expected a number, found a bool")
+        if isinstance(value, bool):
+            kinds = _members(cls.model_fields[info.field_name].annotation)
+            if not any(kind in (bool, Any) or get_origin(kind) is dict for kind in kinds):
+                raise ValueError("expected a number, found a bool")
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
