@@ -103,6 +103,7 @@ def merged(folder, tmp_path):
     return target
 
 
+@pytest.mark.slow
 def test_lora_trains_the_head_too(settings, tmp_path):
     pytest.importorskip("peft")
     lora = ["model.lora_rank=4", "model.lora_alpha=8", "trainer.total_training_steps=4", "trainer.save_freq=4"]

@@ -101,6 +101,7 @@ def phases(shown: str) -> list[str]:
     return re.findall(r"^\d\d:\d\d:\d\d \[(\w+)\] \d+\.\d\ds", shown, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_local_trainer_in_a_plain_script(workplace):
     rows = (workplace / "train.jsonl").read_text().splitlines(keepends=True)
     (workplace / "train.jsonl").unlink()

@@ -15,6 +15,7 @@ from verl.trainer.local_trainer import LocalPPOTrainer
 pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 
 
+@pytest.mark.slow
 def test_parallelism(shell):
     """Each run is read, checked and compiled; tests of the executors run what they say."""
     pytest.importorskip("ray")
@@ -41,6 +42,7 @@ def test_training(page, shell, caplog):
     assert "is deprecated" not in caplog.text
 
 
+@pytest.mark.slow
 def test_reward_models(shell, caplog):
     *here, apart = commands("reward_models.md")
     for command in here:
@@ -50,6 +52,7 @@ def test_reward_models(shell, caplog):
     assert "HAS NO EFFECT" not in caplog.text and "is deprecated" not in caplog.text
 
 
+@pytest.mark.slow
 def test_distillation(shell, caplog):
     *here, apart = commands("distillation.md")
     for command in here:

@@ -154,6 +154,7 @@ def test_generation_overlaps_training_within_the_bound(k, settings, monkeypatch)
     assert once(reports)
 
 
+@pytest.mark.slow
 def test_no_response_is_interrupted_without_partial_rollout(settings, monkeypatch, caplog):
     monkeypatch.setattr(version_engine, "SECONDS_PER_TOKEN", 0.012)  # responses take longer than an update
     caplog.set_level(logging.INFO, "verl")
@@ -305,6 +306,7 @@ def test_filtered_log_probs_of_the_rollout_are_not_those_of_the_old_policy(filte
 # ---- a second fit -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_second_fit_continues(settings):
     trainer, first = train(settings, "trainer.save_freq=2", k=2, steps=2, kind=SlowTrainer)
     second: list[StepReport] = []

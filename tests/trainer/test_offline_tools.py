@@ -185,6 +185,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_interrupted_run_resumes_to_the_same_file(kills, keys, tmp_path, caplog, monkeypatch):
     given = [*keys, "rollout.temperature=1", "data.n_samples=2", "data.batch_size=3"]

@@ -230,6 +230,7 @@ def test_a_curriculum_without_state_is_not_resumed_in_another_order(settings):
         LocalPPOTrainer(overrides=[*settings, *SAMPLER, *TWO_STEPS]).fit()
 
 
+@pytest.mark.slow
 def test_a_sampler_object_is_resumed_by_reading_again(settings):
     from torch.utils.data import SequentialSampler
 

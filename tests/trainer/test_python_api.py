@@ -232,6 +232,7 @@ def test_a_step_that_raises_does_not_count_and_its_prompts_are_drawn_again(confi
     assert trainer.validate() == {} and trainer.fit(steps=1)["training/global_step"] == 3
 
 
+@pytest.mark.slow
 def test_a_fit_that_failed_in_its_first_step_starts_again(config, tiny):
     broken = []
 

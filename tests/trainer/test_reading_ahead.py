@@ -119,6 +119,7 @@ def test_an_image_that_is_gone_is_the_error_of_its_row(vision, tmp_path):  # noq
     assert errors[0] == errors[1] and "train.jsonl, line 5, image 0 (4.png): expected a file" in errors[0]
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_draws_the_same_prompts(settings_of_text, tmp_path):
     groups = {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "seq_reward"}
     groups |= {"data.gen_batch_size": 6, "data.train_batch_size": 8, "algorithm.adv_estimator": "grpo"}
@@ -175,6 +176,7 @@ def asynchronous(settings: dict, *more: str) -> list[str]:
     return [f"{k}={v}" for k, v in settings.items() if k != "trainer.logger"] + [*GRPO, *VERSIONS, *more]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_read_that_hangs_ends_asynchronous_training(settings_of_text, short_waits, threads, monkeypatch):
     dataset = Counting(hang_at=18)

@@ -263,6 +263,7 @@ def test_training_and_separate_rollout_connect_once_and_again_after_a_restart():
     assert actor.calls[3:] == ["connect_to_rollout", "push_weights"]
 
 
+@pytest.mark.slow
 def test_versions_continue_after_a_resume(settings):
     fit_reports([*settings, "algorithm.name=grpo", "trainer.total_training_steps=2", "trainer.save_freq=1"])
     (report,) = fit_reports([*settings, "algorithm.name=grpo", "trainer.total_training_steps=3"])

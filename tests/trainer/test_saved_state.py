@@ -220,6 +220,7 @@ def test_a_checkpoint_of_weights_alone_resumes_and_says_what_is_missing(settings
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_no_weights_at_all_are_refused(settings):
     chosen = [*settings, "algorithm.name=grpo", "trainer.save_freq=1"]
     LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=1"]).fit()

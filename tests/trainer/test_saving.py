@@ -191,6 +191,7 @@ def test_a_run_in_another_thread_leaves_the_handlers(chosen, tmp_path):
 SERIES = {0: 0.9, 1: 0.2, 2: 0.5, 3: 0.7, 4: 0.6, 5: 0.7, 6: 0.1}  # the best trained step is 3
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_beside_the_newest(chosen, tmp_path):
     plain = [*chosen, f"trainer.save_best={METRIC}", "trainer.test_freq=1", "trainer.max_actor_ckpt_to_keep=1"]
     plain += ["trainer.total_training_steps=6", "trainer.val_before_train=true"]

@@ -90,6 +90,7 @@ def test_broken_weights_end_the_run_in_their_step_and_are_never_saved(steps, lr,
     assert steps_in(tmp_path / "run") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [pytest.param("false", marks=pytest.mark.slow), "true"])
 def test_a_broken_step_leaves_the_checkpoint_that_it_would_have_replaced(settings, tmp_path, background):
     keep_one = ["trainer.max_actor_ckpt_to_keep=1"]

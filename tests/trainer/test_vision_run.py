@@ -90,6 +90,7 @@ def test_grpo_on_images(vision, tmp_path, monkeypatch, engine):
     assert trainer.generate([[{"role": "user", "content": [{"type": "image", "image": str(vision / "0.png")}]}]])
 
 
+@pytest.mark.slow
 def test_a_model_without_its_own_code_runs_on_the_generic_path(vision, tmp_path):
     """`AutoModelForImageTextToText` with padded sequences and rollout.name=hf; other engines refuse it."""
     save_llava(tmp_path / "llava")
