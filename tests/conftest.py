@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import itertools
 import logging
 import os
 import sys
@@ -73,6 +74,9 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    # pytest adds its handlers six times in each test to the loggers that do not propagate: to 50 of torch
+    for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]:
+        logging.getLogger(name).propagate = True
     if (trainers := sys.modules.get("verl.trainer.base")) is not None:
         trainers.frozen_heap = contextlib.nullcontext  # what `frozen_heap` is from now on
 
@@ -94,15 +98,16 @@ def _utf8(text: str) -> str:
 @pytest.fixture(autouse=True)
 def registries_as_they_were():
     """What a test registers, itself or by a file that it loads, is gone after it."""
-    before, loaded = [dict(store) for store in stores()], set(sys.modules)
+    before, last = [dict(store) for store in stores()], next(reversed(sys.modules))
     yield
     # a file that is loaded again must register again
-    for name in set(sys.modules) - loaded:
+    for name in list(itertools.takewhile(lambda name: name != last, reversed(sys.modules))):
         if name.startswith("verl_user_"):
             del sys.modules[name]
     for store, entries in zip(stores(), before):
-        store.clear()
-        store.update(entries)
+        if store != entries:
+            store.clear()
+            store.update(entries)
 
 
 @pytest.fixture(autouse=True)

@@ -109,6 +109,16 @@ def command_of(script: Path, home: Path, *further: str, **env: str) -> tuple[str
     return module, [word for word in arguments if word != "--online"]  # which selects the trainer of verl dpo
 
 
+@pytest.mark.fast(
+    "examples/grpo_trainer/run_gsm8k*",
+    "*tiny_moe*",
+    "*drgrpo*",
+    "*entropy*",
+    "*reinforce*",
+    "*rloo*",
+    "*seq_balance*",
+    "examples/sft*",
+)
 @pytest.mark.parametrize(
     "script", [path for path in SCRIPTS if path not in TRAINS_NOTHING], ids=lambda path: str(path.relative_to(ROOT))
 )

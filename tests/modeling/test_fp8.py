@@ -158,6 +158,7 @@ def test_weights_of_another_dtype_are_trained(path, dtypes):
     assert min(value for name, value in changed.items() if "proj.weight" in name) > 1e-3, changed
 
 
+@pytest.mark.slow
 def test_a_run_resumes_and_exports_the_trained_weights(path, tmp_path):
     contents = ("model", "optimizer", "extra")
     engine = make_engine(path, OPTIMIZER, quantization="fp8")

@@ -86,6 +86,7 @@ def test_it_learns_the_preference_and_rewards_it_in_rl(tiny, settings, tmp_path)
     )
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_trained_further(settings):
     trainer, reports = fit([*settings, "trainer.total_training_steps=8", "trainer.save_freq=8"], RMTrainer)
     folder = trainer.checkpoints.latest() / "actor" / "huggingface"

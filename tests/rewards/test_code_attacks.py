@@ -55,6 +55,7 @@ def attack(name: str, mode: str):
     return pytest.param(name, mode, marks=marks)
 
 
+@pytest.mark.fast("*-landlock-*")
 @pytest.mark.parametrize("tests", [CHECK, CALLS], ids=["asserts", "calls"])
 @pytest.mark.parametrize(("name", "mode"), [attack(name, mode) for name in ATTACKS for mode in MODES])
 def test_no_attack_passes(name, tests, mode, monkeypatch):

@@ -275,6 +275,7 @@ def test_an_exit_is_no_pass(ends, tests):
     assert score(EXITS.format(ends), tests) == score(f"import os, sys\n{ends}", tests) == 0.0
 
 
+@pytest.mark.fast("tests10", "import*", "if*", "def*", "try*")
 @pytest.mark.parametrize(
     "tests",
     [

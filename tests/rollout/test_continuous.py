@@ -154,6 +154,7 @@ def test_other_sampling_parameters_wait_for_a_batch_of_their_own():
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["native", "batch_invariant"])
 def test_abort_by_name_keeps_the_tokens_and_leaves_the_others_alone(kind):
     check_abort(make_engine(kind, max_rows=4), 30, yields=12)

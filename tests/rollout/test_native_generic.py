@@ -160,6 +160,7 @@ def test_the_parameters_are_shared_and_the_module_is_left_as_it_was():
     assert [c.token_ids for c in engine.generate(sent)] == [c.token_ids for c in after]
 
 
+@pytest.mark.slow
 def test_another_dtype_is_copied_by_each_call():
     module, sent = model("falcon_h1"), requests(temperature=0)
     engine = NativeRollout(module, dtype=torch.float64)

@@ -34,6 +34,7 @@ def test_parallelism(shell):
     assert shapes == {(1, 1, "local"), (2, 1, "local"), (2, 1, "ray"), (4, 1, "local"), (4, 3, "local")}
 
 
+@pytest.mark.fast("lora.md")
 @pytest.mark.parametrize("page", ["lora.md", pytest.param("preferences.md", marks=pytest.mark.slow), "sft.md"])
 def test_training(page, shell, caplog):
     for command in commands(page):

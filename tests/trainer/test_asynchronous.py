@@ -246,6 +246,7 @@ def test_an_error_of_the_engine_ends_the_run_with_it(error, settings, monkeypatc
     assert caught.value is error
 
 
+@pytest.mark.slow
 def test_an_error_of_the_update_ends_the_producer(settings):
     class Broken(PPOTrainer):
         def build_flow(self) -> DataFlow:

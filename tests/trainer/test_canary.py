@@ -168,6 +168,7 @@ class Unties(ModuleReceiver):
             head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
 
 
+@pytest.mark.slow
 def test_a_stale_tied_output_layer_stops_the_run(settings, monkeypatch, tiny, tmp_path):
     tied = shutil.copytree(tiny / "model", tmp_path / "tied")
     module = AutoModelForCausalLM.from_pretrained(tied)

@@ -115,6 +115,7 @@ def test_a_quiet_run_prints_steps_and_warnings_only(settings, tmp_path, lines):
     assert shown == ["step", "reward", "metrics:", "next:"]
 
 
+@pytest.mark.slow
 def test_divergence_is_a_warning_without_the_console_too(settings, lines, monkeypatch):
     trainer = PPOTrainer(overrides=[*settings, "trainer.total_training_steps=5"])
     seen = trainer.step_metrics

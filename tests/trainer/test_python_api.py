@@ -325,6 +325,7 @@ def register_scaled() -> None:
         return grouped.spread(my_temp * (grouped.reward - grouped.groups.mean(grouped.reward)))
 
 
+@pytest.mark.slow
 def test_settings_of_an_estimator(config, tiny, tmp_path):
     register_scaled()
     given = {"train_dataset": rows_of(tiny / "train.jsonl"), "reward": letters}

@@ -101,6 +101,7 @@ def test_items_of_a_custom_dataset_are_read_by_one_thread(settings_of_text, capl
     assert "the items of a custom dataset are read by one thread" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_image_that_is_gone_is_the_error_of_its_row(vision, tmp_path):  # noqa: F811
     errors = []
     for threads in (0, 3):

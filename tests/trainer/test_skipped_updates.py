@@ -60,6 +60,7 @@ def test_a_run_that_cannot_update_ends(broken, overrides, message, settings, tmp
         run(settings, tmp_path, broken, *(f"trainer.{text}" for text in overrides.split()))
 
 
+@pytest.mark.slow
 def test_resuming_starts_before_the_steps_that_changed_nothing(settings, tmp_path):
     often = ["trainer.max_skipped_steps=3", "trainer.save_freq=1", "trainer.allow_change=[code]"]
     for broken in (range(5, 100), range(100)):  # the second run is of updates that are all broken
