@@ -3,9 +3,11 @@
 import contextlib
 import functools
 import gc
+import itertools
 import logging
 import os
 import sys
+from fnmatch import fnmatchcase
 
 # before torch is imported: the tests' processes share few cores, and their numbers must not depend on the machine
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,8 +38,32 @@ def stores() -> list[dict]:
 _LAST = ("test_crash_consistency.py", "test_fuzz.py")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before the slow tests are deselected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`@pytest.mark.fast("id", "pattern*")` names the cases of a test that are fast; the others are slow."""
+    unused: dict[str, set[str]] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("fast")) is not None:
+            name = item.callspec.id
+            found = {pattern for pattern in mark.args if pattern == name or fnmatchcase(name, pattern)}
+            test = item.nodeid.partition("[")[0]
+            unused[test] = unused.get(test, set(mark.args)) - found
+            if not found:
+                item.add_marker("slow")
+    wrong = {test: patterns for test, patterns in unused.items() if patterns}
+    if wrong and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"expected ids of cases in the mark `fast`, found {wrong}")
     items.sort(key=lambda item: item.path.name in _LAST)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """A collection of tests makes objects that stay: looking for garbage takes a tenth of its time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
@@ -48,6 +74,9 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    # pytest adds its handlers six times in each test to the loggers that do not propagate: to 50 of torch
+    for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]:
+        logging.getLogger(name).propagate = True
     if (trainers := sys.modules.get("verl.trainer.base")) is not None:
         trainers.frozen_heap = contextlib.nullcontext  # what `frozen_heap` is from now on
 
@@ -69,15 +98,26 @@ def _utf8(text: str) -> str:
 @pytest.fixture(autouse=True)
 def registries_as_they_were():
     """What a test registers, itself or by a file that it loads, is gone after it."""
-    before, loaded = [dict(store) for store in stores()], set(sys.modules)
+    before, last = [dict(store) for store in stores()], next(reversed(sys.modules))
     yield
     # a file that is loaded again must register again
-    for name in set(sys.modules) - loaded:
+    for name in list(itertools.takewhile(lambda name: name != last, reversed(sys.modules))):
         if name.startswith("verl_user_"):
             del sys.modules[name]
     for store, entries in zip(stores(), before):
-        store.clear()
-        store.update(entries)
+        if store != entries:
+            store.clear()
+            store.update(entries)
+
+
+@pytest.fixture(autouse=True)
+def environment_as_it_was():
+    """Runs set variables of this process. The next test has not got them, and can use the fork servers of before."""
+    before = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    yield
+    for name in [name for name in os.environ if name not in before and not name.startswith("PYTEST_")]:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +131,11 @@ def log_level_as_it_was():
 
 #: entries of the list of metrics that take any name, for custom losses and agent loops
 _OPEN = {"actor/*", "rollout/*"}
+
+
+@functools.cache
+def _is_listed(name: str) -> bool:
+    return (entry := find(name)) is not None and entry.names not in _OPEN
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +153,7 @@ def logged_metrics_are_listed(request, monkeypatch):
         def call(self, *args, **kwargs):
             result = method(self, *args, **kwargs)
             logged = getattr(result, "metrics", result)
-            missing = [name for name in logged if (entry := find(name)) is None or entry.names in _OPEN]
+            missing = [name for name in logged if not _is_listed(name)]
             missing = [name for name in missing if name not in own]
             assert not missing, f"not in verl/tracking/metric_names.yaml: {missing}"
             return result

@@ -109,6 +109,16 @@ def command_of(script: Path, home: Path, *further: str, **env: str) -> tuple[str
     return module, [word for word in arguments if word != "--online"]  # which selects the trainer of verl dpo
 
 
+@pytest.mark.fast(
+    "examples/grpo_trainer/run_gsm8k*",
+    "*tiny_moe*",
+    "*drgrpo*",
+    "*entropy*",
+    "*reinforce*",
+    "*rloo*",
+    "*seq_balance*",
+    "examples/sft*",
+)
 @pytest.mark.parametrize(
     "script", [path for path in SCRIPTS if path not in TRAINS_NOTHING], ids=lambda path: str(path.relative_to(ROOT))
 )
@@ -127,6 +137,17 @@ def test_the_script_builds_a_trainer(script, home, tmp_path, monkeypatch, caplog
     assert trainer.config.trainer.default_local_dir == str(tmp_path)  # the end of the command line counts
 
 
+@pytest.mark.fast(
+    "*dapo*",
+    "*prime*",
+    "*gkd*",
+    "*sppo*",
+    "*run_calculator*",
+    "examples/grpo_trainer/run_qwen2_5_vl-7b.sh",
+    "examples/ppo_trainer/run_gsm8k*",
+    "*remax*",
+    "*dpo*",
+)
 @pytest.mark.parametrize("script", TRAINING, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_script_trains(script, home, tmp_path):
     further = [*run_to(tmp_path), *SMALL]

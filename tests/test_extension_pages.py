@@ -117,6 +117,16 @@ class Reader:
         assert re.search(r'\+@register_adv_est\("(\w+)"', text)[1] in registered
 
 
+@pytest.mark.fast(
+    "custom_reward",
+    "custom_estimator",
+    "custom_rollout_engine",
+    "custom_agent_loop",
+    "custom_loss",
+    "custom_train_engine",
+    "fsdp_extension",
+    "dpo_extension",
+)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_page_runs_as_printed(page, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

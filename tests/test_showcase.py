@@ -116,13 +116,16 @@ def test_what_the_package_needs_is_named_before_the_hub_is_tried(sources, monkey
     assert lines[0].endswith("needs: pip install gguf accelerate") and "trying the hub" in lines[1]
 
 
-def test_no_bar_of_a_library_stands_between_the_lines(tmp_path):
+LOADING = "; from transformers import LlamaConfig, LlamaForCausalLM as M\n"
+LOADING += "sizes = dict(intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)\n"
+LOADING += "M(LlamaConfig(hidden_size=8, **sizes)).save_pretrained(sys.argv[1]); M.from_pretrained(sys.argv[1])\n"
+
+
+@pytest.mark.parametrize("loading", ["\n", pytest.param(LOADING, marks=pytest.mark.slow)], ids=["tqdm", "transformers"])
+def test_no_bar_of_a_library_stands_between_the_lines(loading, tmp_path):
     """A program of ours prints its own lines; a bar that was asked for is shown."""
-    code = "from verl.utils.log import setup_logging; setup_logging(); from tqdm.auto import tqdm\n"
-    code += "import sys; from transformers import LlamaConfig, LlamaForCausalLM as M\n"
-    code += "sizes = dict(intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)\n"
-    code += "M(LlamaConfig(hidden_size=8, **sizes)).save_pretrained(sys.argv[1])\n"
-    code += "M.from_pretrained(sys.argv[1]); list(tqdm([1]))"
+    code = "import sys; from verl.utils.log import setup_logging; setup_logging(); from tqdm.auto import tqdm"
+    code += loading + "list(tqdm([1]))"
     seen = {}
     for name, env in {"plain": {}, "asked": {"TQDM_DISABLE": ""}}.items():
         command = [sys.executable, "-c", code, str(tmp_path / name)]

@@ -332,6 +332,7 @@ def mixed_run(tiny_run, tmp_path):
     return [*settings, *more, "trainer.test_freq=-1", "trainer.save_freq=2"], len(rows)
 
 
+@pytest.mark.slow
 def test_a_run_with_weights_resumes_with_the_same_prompts(mixed_run, tmp_path):
     settings, rows = mixed_run
 

@@ -43,7 +43,7 @@ VOCABULARY = 32
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 ROWS = 8
-PRELOAD = ("transformers.models.qwen2.modeling_qwen2", "peft")
+PRELOAD = ("transformers.models.qwen2.modeling_qwen2", "peft", "tensordict")
 LONGEST = 120.0  # seconds that ranks may take: a hang ends with their stacks, well before pytest's own limit
 UNEVEN = MicroBatching(tokens=14)  # gives the ranks different numbers of micro-batches
 OPTIMIZER = schema.OptimConfig(lr=1e-2, lr_scheduler_type="cosine", total_training_steps=9)

@@ -31,6 +31,7 @@ def tensors_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.rglob("*.safetensors")}
 
 
+@pytest.mark.fast("lora1")
 @pytest.mark.parametrize("lora", [{}, {"lora_rank": 2}])
 def test_what_is_written_is_the_state_at_the_call(lora, tmp_path, monkeypatch):
     path = save_model(qwen2(), tmp_path / "model")

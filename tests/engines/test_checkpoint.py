@@ -11,6 +11,7 @@ from verl.engines.checkpoint import are_broken, load_extra
 MODELS = MIXTURES | {"qwen2": qwen2()}
 
 
+@pytest.mark.fast("adapters", "qwen3_moe")
 @pytest.mark.parametrize("model", ["qwen2", "adapters", "qwen3_moe", "mixtral"])
 def test_a_resumed_run_continues_exactly_and_the_checkpoint_is_a_huggingface_model(model, tmp_path):
     keys = {"lora_rank": 3, "lora_alpha": 6} if model == "adapters" else {}

@@ -131,6 +131,7 @@ def test_a_resumed_engine_rounds_as_one_that_was_not_stopped(tmp_path):
         assert torch.equal(one, other), name
 
 
+@pytest.mark.fast("2")
 @pytest.mark.parametrize("size", [1, 2])
 def test_replicas_and_shards_round_alike(size, tmp_path):
     """fsdp_size=1: two replicas, which draw the same numbers. 2: shards, whose gathered weights follow the updates."""

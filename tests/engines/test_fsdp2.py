@@ -60,17 +60,17 @@ ON_2_RANKS = [
     ("qwen2", MicroBatching(tokens=18), {}, {"param_offload": True, "optimizer_offload": True}),
     ("qwen2", UNEVEN, {"quantization": "fp8"}, {}),  # float64: no difference is large enough to change a code
     ("llama", UNEVEN, {}, TP),
-    ("qwen2", UNEVEN, VALUE, TP),
-    ("qwen3", UNEVEN, {}, TP),
     ("qwen3", UNEVEN, FUSED, TP),
     ("qwen2", NINE, FUSED, SP),
     ("1 of 4 heads", MicroBatching(rows=3), VALUE, SP),  # fewer key/value heads than ranks
-    ("3 of 6 heads", MicroBatching(rows=1), {}, SP),  # key/value heads that the ranks do not divide
     ("gemma2", MicroBatching(), {}, SP),
     ("qwen3_moe", UNEVEN, FUSED, EP),
     ("qwen3_moe", UNEVEN, {"lora_rank": 3, "lora_alpha": 6, "target_parameters": ["all-experts"]}, {}),
 ]
 SLOW_ON_2_RANKS = [
+    ("3 of 6 heads", MicroBatching(rows=1), {}, SP),  # key/value heads that the ranks do not divide
+    ("qwen3", UNEVEN, {}, TP),
+    ("qwen2", UNEVEN, VALUE, TP),
     ("qwen2", UNEVEN, {"quantization": "fp8"}, SP),
     ("qwen3_moe", UNEVEN, {}, EP | {"enable_gradient_checkpointing": True}),
     ("qwen3_moe", UNEVEN, FUSED, {}),
@@ -149,6 +149,7 @@ def train_and_save(path: str, sharding: dict, out: Path, resume: Path | None) ->
 TWO, FOUR = (2, TP), (4, TP)
 
 
+@pytest.mark.fast("qwen3-stages0")
 @pytest.mark.parametrize(
     ("model", "stages"),
     [

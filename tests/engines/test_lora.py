@@ -303,6 +303,7 @@ def gpt_oss() -> GptOssConfig:
     return GptOssConfig(**SIZES | experts, head_dim=8, layer_types=["full_attention"] * 2)
 
 
+@pytest.mark.fast("gpt_oss")
 @pytest.mark.parametrize("config", [deepseek, gpt_oss])
 def test_adapters_of_experts_are_merged_and_read_by_peft(config, tmp_path):
     from peft import PeftModel

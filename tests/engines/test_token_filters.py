@@ -58,6 +58,14 @@ def in_training(engine, batch: DataProto, temperature: float) -> torch.Tensor:
     return seen
 
 
+@pytest.mark.fast(
+    "*top_k=3,*1.0-*HFRollout*",
+    "*top_p=0.7,*1.0-*NativeRollout*-fused",
+    "*min_p=0.6*0.6-*NativeRollout*-generic",
+    "*top_k=20,*-0.6-*NativeRollout*-fused",
+    "*top_k=20,*-1.0-*NativeRollout*-generic",
+    "*top_p=0.7,*-0.6-*HFRollout*",
+)
 @pytest.mark.parametrize("rollout, model", ENGINES, ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_the_ratio_of_equal_policies_is_1(rollout, model, token_filter, temperature, paths):

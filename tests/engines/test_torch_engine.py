@@ -64,6 +64,7 @@ def expected_log_probs(path: str, temperature: float) -> torch.Tensor:
     return found
 
 
+@pytest.mark.fast("True-qwen2", "False-qwen3", "True-gemma2", "False-mistral", "False-llama")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("packed", [True, False])
 def test_log_probs_equal_the_model_row_by_row(family, packed, tmp_path):
@@ -109,6 +110,7 @@ def gradients(
     return {name: before[name] - value for name, value in engine.module.state_dict().items()}
 
 
+@pytest.mark.fast("causal_lm-seq-mean-token-sum-norm", "value-token-mean")
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum-norm"])
 @pytest.mark.parametrize("kind", ["causal_lm", "value"])
 def test_the_gradient_does_not_depend_on_the_cut_the_padding_or_recomputation(mode, kind, tmp_path):

@@ -130,6 +130,7 @@ def gradients(engine: Any, batch: DataProto, micro: MicroBatching) -> tuple[dict
     return found
 
 
+@pytest.mark.fast("causal_lm-qwen3_vl*", "value-gemma3*")
 @pytest.mark.parametrize(("path", "family"), [(f, f) for f in FAMILIES], indirect=["path"])
 @pytest.mark.parametrize("kind", ["causal_lm", "value"])
 def test_gradients_do_not_depend_on_packing_and_micro_batches(path, family, kind):
@@ -176,6 +177,7 @@ def test_positions_are_computed_if_the_batch_has_one_axis(path, family):
     assert torch.equal(*outputs)
 
 
+@pytest.mark.fast("gemma3*")
 @pytest.mark.parametrize(("path", "family"), [("qwen3_vl", "qwen3_vl"), ("gemma3", "gemma3")], indirect=["path"])
 def test_a_frozen_tower_and_adapters_of_the_language_model(path, family):
     engine = engine_of(path, freeze_vision_tower=True)
@@ -270,6 +272,7 @@ def _all_cases(path: str, family: str, cases: list) -> list[dict[str, Any]]:
     return [_gradients_on_rank(path, family, images, micro, **keys) for images, micro, keys in cases]
 
 
+@pytest.mark.fast("qwen2_vl-value", "gemma3-causal_lm")
 @pytest.mark.parametrize(
     ("family", "kind"),
     [("qwen2_vl", "value"), ("gemma3", "value"), ("qwen2_5_vl", "causal_lm"), ("gemma3", "causal_lm")],

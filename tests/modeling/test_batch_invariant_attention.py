@@ -34,6 +34,7 @@ def by_loops(query, key, value, scores: Scores) -> torch.Tensor:
     return out
 
 
+@pytest.mark.fast("*window=65*")
 @pytest.mark.parametrize("scores", CASES, ids=str)
 def test_against_loops(scores):
     lengths = (1, BLOCK + 6, 3)

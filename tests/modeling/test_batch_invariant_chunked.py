@@ -21,6 +21,7 @@ def threads(request):
     torch.set_num_threads(before)
 
 
+@pytest.mark.fast("*33-17*", "*300-600*", "2-64-256-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inside", "outside"), [(33, 17), (64, 256), (128, 97), (300, 600)])
 def test_linear_row_by_row(threads, inside, outside, dtype):

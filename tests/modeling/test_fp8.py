@@ -143,6 +143,7 @@ def test_fused_plain_and_padded_layers_compute_the_same_model(path):
             assert torch.allclose(trained[name][key], value, atol=2e-4), (name, key)
 
 
+@pytest.mark.fast("dtypes0", "dtypes2")
 @pytest.mark.parametrize(
     "dtypes", [{"dtype": "bf16"}, {"model_dtype": "bf16", "dtype": "fp32"}, {"model_dtype": "bf16", "dtype": "bf16"}]
 )
@@ -157,6 +158,7 @@ def test_weights_of_another_dtype_are_trained(path, dtypes):
     assert min(value for name, value in changed.items() if "proj.weight" in name) > 1e-3, changed
 
 
+@pytest.mark.slow
 def test_a_run_resumes_and_exports_the_trained_weights(path, tmp_path):
     contents = ("model", "optimizer", "extra")
     engine = make_engine(path, OPTIMIZER, quantization="fp8")

@@ -140,6 +140,7 @@ CONFIGS = {
 MIXTURES = ("qwen3_moe", "mixtral")
 
 
+@pytest.mark.fast("qwen3-causal_lm-lora4", "mixtral-causal_lm-lora2", "qwen3_moe-causal_lm-lora0", "qwen3-value-lora5")
 @pytest.mark.parametrize(
     ("name", "kind", "lora"),
     [

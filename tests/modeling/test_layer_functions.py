@@ -194,6 +194,13 @@ def update(folder, kernels: str, checkpointing: bool, padding: bool) -> tuple[to
     return log_probs, gradients, sum(seen)
 
 
+@pytest.mark.fast(
+    "True-True-False-qwen3",
+    "False-False-False-qwen2",
+    "True-False-True-mistral",
+    "False-False-False-llama",
+    "True-False-True-llama",
+)
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize(
     ("tied", "checkpointing", "padding"), [(False, False, False), (True, True, False), (True, False, True)]

@@ -35,6 +35,7 @@ def group():
     dist.destroy_process_group()
 
 
+@pytest.mark.fast("dtype1")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_logits_of_megatron_as_allocated(group, dtype):
     job, role = megatron_job(dtype.itemsize)

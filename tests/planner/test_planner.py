@@ -256,6 +256,7 @@ def test_a_strict_batch_is_divided_by_the_ranks():
     assert 6 % best.groups[0].devices == 0
 
 
+@pytest.mark.slow
 def test_a_thousand_devices_take_seconds():
     job = job_of(shapes.built_in("70B"), ("actor", "ref", "critic"), prompts=4096, model_parallel=True)
     job = replace(job, strict=False, engine="vllm", prompt_tokens=1024, response_tokens=1024)

@@ -32,6 +32,7 @@ def test_a_users_own_file_stands_above_the_recipe(settings, tmp_path):
     assert (groups.enable, groups.metric, groups.max_num_gen_batches) == (True, "acc", 3)
 
 
+@pytest.mark.slow
 def test_resumed_in_the_middle_of_what_was_put_back_is_bit_equal(settings, tmp_path):
     # 4 prompts a step, asked for 3 at a time: passes are held, and prompts go back to the queue
     chosen = [*settings, "data.gen_batch_size=3", "trainer.save_freq=1"]

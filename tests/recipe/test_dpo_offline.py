@@ -240,6 +240,7 @@ def test_validation_is_the_loss_of_plain_models(tiny, settings):
     assert trainer.validate()["val/loss"] == pytest.approx(expected.item(), rel=1e-4)
 
 
+@pytest.mark.fast("dpo", "kto")
 @pytest.mark.parametrize("loss", ["dpo", "simpo", "kto"])
 def test_it_learns_the_preference(loss, tiny, settings):
     form = "labels" if loss == "kto" else "pairs"
@@ -268,6 +269,7 @@ def test_lora_is_its_own_reference(settings):
     assert reports[0].metrics["train/loss"] == pytest.approx(math.log(2), rel=1e-5) != reports[1].metrics["train/loss"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(settings):
     assert_resumes([*settings, "trainer.total_epochs=1"], OfflineDPOTrainer, steps=3)
 

@@ -79,6 +79,7 @@ FLOW = (
 )
 
 
+@pytest.mark.fast("before*")
 @pytest.mark.parametrize(
     ("order", "first", "second"), [("before", "update_prm", "prm"), ("after", "prm", "update_prm")]
 )
@@ -112,5 +113,6 @@ def test_the_reward_model_learns_to_tell_right_from_wrong(tiny):
     assert rewards[1::2].min() > 0 > rewards[::2].max()
 
 
+@pytest.mark.slow
 def test_resumed_is_bit_equal_to_uninterrupted(settings):
     assert_resumes(settings, PRIMETrainer, steps=2)

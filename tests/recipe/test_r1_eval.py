@@ -98,6 +98,7 @@ def test_the_same_seed_gives_the_same_file(responses):
     assert evaluate(responses) == json.loads(first) and responses.with_suffix(".eval.json").read_bytes() == first
 
 
+@pytest.mark.fast("with_extras", "batch")
 @pytest.mark.parametrize("function", ["plugin", "with_extras", "batch", "slow_judge"])
 def test_functions_of_every_form(function, responses):
     report = evaluate(responses, function=function)["evaluated"]
@@ -133,6 +134,7 @@ def test_rules_by_data_source_and_an_answer_column(tmp_path):
 # ---- hostile functions ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("dies_on_b", "raises_on_b")
 @pytest.mark.parametrize("function", ["hangs_on_b", "dies_on_b", "raises_on_b"])
 def test_hostile_functions_do_not_stop_it(function, tmp_path, capsys):
     """For one response, the function hangs, ends its process or raises."""

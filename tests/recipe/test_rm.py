@@ -86,6 +86,7 @@ def test_it_learns_the_preference_and_rewards_it_in_rl(tiny, settings, tmp_path)
     )
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_trained_further(settings):
     trainer, reports = fit([*settings, "trainer.total_training_steps=8", "trainer.save_freq=8"], RMTrainer)
     folder = trainer.checkpoints.latest() / "actor" / "huggingface"
@@ -103,6 +104,7 @@ def merged(folder, tmp_path):
     return target
 
 
+@pytest.mark.slow
 def test_lora_trains_the_head_too(settings, tmp_path):
     pytest.importorskip("peft")
     lora = ["model.lora_rank=4", "model.lora_alpha=8", "trainer.total_training_steps=4", "trainer.save_freq=4"]

@@ -106,6 +106,7 @@ def test_two_critics(costly, tmp_path):
     assert (tmp_path / "run" / "global_step_2" / "cost_critic").is_dir()
 
 
+@pytest.mark.slow
 def test_resumed_it_is_bit_equal(costly):
     assert_resumes(costly, SafeRLHFTrainer, steps=2)
 

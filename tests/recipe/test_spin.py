@@ -53,6 +53,7 @@ def test_the_reference_becomes_the_policy(played):
     assert any(not torch.equal(seen[2][1][name], value) for name, value in seen[3][1].items())
 
 
+@pytest.mark.slow
 def test_resumed_it_is_bit_equal(played):
     assert_resumes([*played, "trainer.ref_update_freq=2"], SPINTrainer, steps=4)  # with the reference of step 3
 

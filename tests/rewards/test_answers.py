@@ -16,12 +16,14 @@ from verl.rewards.rules.choice import extract_choice, multiple_choice
 from verl.rewards.rules.maths import DAPO, MATH
 
 
-def test_labelled_answers():
+@pytest.mark.fast("0")
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_labelled_answers(part):
     """Rows that were labelled by hand, before the rules saw them, by kinds of public fault reports; and attacks."""
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     assert len(rows) >= 1700 and 0.4 < sum(row["correct"] for row in rows) / len(rows) < 0.6
     assert min(Counter(row["data_source"] for row in rows).values()) >= 2
-    assert [row for row in rows if ours(row) is not row["correct"]] == []
+    assert [row for row in rows[part::3] if ours(row) is not row["correct"]] == []
 
 
 @pytest.mark.parametrize(
@@ -109,6 +111,7 @@ FRAGMENTS += ["= 1 "]
 FRAGMENTS += ["#### ", "$", "\\text{", "not 1 but ", "1 and ", "A or ", "(A) ", "x<", "1:", '"', "\\begin{pmatrix}"]
 
 
+@pytest.mark.fast("[!a]*", "answer*")
 @pytest.mark.parametrize("fragment", FRAGMENTS)
 def test_no_text_takes_long(fragment):
     """CPU time: each of the texts is scored in less than a second by each extractor and by the comparison."""

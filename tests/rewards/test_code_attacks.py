@@ -55,6 +55,7 @@ def attack(name: str, mode: str):
     return pytest.param(name, mode, marks=marks)
 
 
+@pytest.mark.fast("*-landlock-*")
 @pytest.mark.parametrize("tests", [CHECK, CALLS], ids=["asserts", "calls"])
 @pytest.mark.parametrize(("name", "mode"), [attack(name, mode) for name in ATTACKS for mode in MODES])
 def test_no_attack_passes(name, tests, mode, monkeypatch):
@@ -166,6 +167,7 @@ def test_no_attack_uses_what_the_tests_do(name, mode, monkeypatch):
 slow = [pytest.param(name, marks=pytest.mark.slow) for name in ("another math", "another unittest", "skipped")]
 
 
+@pytest.mark.fast("another abs*", "skipped by pytest-tests[03]", "right-tests[03]")
 @pytest.mark.parametrize("tests", [COLLECTED, IMPORTED, STARRED, WITHOUT_IMPORT])
 @pytest.mark.parametrize("name", ["right", "another abs", "skipped by pytest", *slow])
 def test_no_attack_passes_tests_of_other_forms(name, tests):

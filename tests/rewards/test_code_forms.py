@@ -155,12 +155,25 @@ def mark(form) -> object:
     return pytest.param(form, marks=[slow] if any(text in str(form[3]) for text in SLOW) else [])
 
 
+@pytest.mark.fast(
+    "KodCode*[036]",
+    "unittest0",
+    "LeetCodeDataset0",
+    "HumanEval[01]",
+    "MBPP0",
+    "Code*s rows",
+    "Codeforces*",
+    "LiveCodeBench*",
+    "APPS*",
+    "verifiable*",
+)
 @pytest.mark.parametrize("form", map(mark, [*FIRST, *OTHERS]), ids=lambda f: f[0])
 def test_a_right_program_passes_and_a_wrong_one_does_not(form):
     _, right, wrong, *tests = form
     assert [score(code, *tests) for code in (right, wrong)] == [1.0, 0.0]
 
 
+@pytest.mark.fast("KodCode*", "HumanEval0", "MBPP0", "Code*", "LiveCodeBench*", "APPS*", "verifiable*")
 @pytest.mark.parametrize("form", [*FIRST, *(pytest.param(f, marks=slow) for f in OTHERS)], ids=lambda f: f[0])
 def test_a_program_that_does_nothing_does_not_pass(form):
     _, _, _, *tests = form
@@ -252,6 +265,7 @@ def f(x):
 """
 
 
+@pytest.mark.fast("assert*", "try*os._exit(0)", "def*os._exit(0)", "tests2-sys*")
 @pytest.mark.parametrize(
     "ends",
     ["sys.exit(0)", "os._exit(0)", *(pytest.param(e, marks=slow) for e in ("raise SystemExit", "os.kill(0, 9)"))],
@@ -261,6 +275,7 @@ def test_an_exit_is_no_pass(ends, tests):
     assert score(EXITS.format(ends), tests) == score(f"import os, sys\n{ends}", tests) == 0.0
 
 
+@pytest.mark.fast("tests10", "import*", "if*", "def*", "try*")
 @pytest.mark.parametrize(
     "tests",
     [
@@ -286,12 +301,14 @@ def test_the_ways_in_which_tests_check(tests):
     assert (score(F, tests), score(F_0, tests)) == (1.0, 0.0)
 
 
+@pytest.mark.fast("from solution import [*]*")
 @pytest.mark.parametrize("begins", ["from solution import f\n", "from solution import *\n", ""])
 def test_no_program_replaces_a_builtin_of_the_tests(begins):
     abs_0 = "def abs(x):\n    return 0\n"
     assert (score(abs_0 + F, begins + SHADOWED), score(abs_0 + F_0, begins + SHADOWED)) == (1.0, 0.0)
 
 
+@pytest.mark.fast("*from solution*")
 @pytest.mark.parametrize("begins", ["", PATH + "from solution import f\n", PATH + "import colorsys\n"])
 def test_the_judge_runs_no_file_of_the_program(begins):
     tests = begins + "def test():\n    assert f(1) == 2\n"

@@ -62,6 +62,7 @@ HOSTILE = [rf"\boxed{{{answer}}}" for answer in ANSWERS]
 HOSTILE += ["9**9**9", "x " * 500_000, r"\boxed{" * 100_000, "$" * 100_000, "1/" * 100_000]  # without a box
 
 
+@pytest.mark.fast("*10000000!}-main thread", "*9^{9^9}}-thread", "text[3-9]-main thread")
 @pytest.mark.parametrize(
     ("text", "where"), [*((text, "main thread") for text in HOSTILE), *((text, "thread") for text in HOSTILE[:2])]
 )

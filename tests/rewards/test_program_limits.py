@@ -305,6 +305,7 @@ def processes_in(sessions: list[int]) -> list[int]:
     return remaining
 
 
+@pytest.mark.fast("[!m]*", "many files-bubblewrap")
 @each_mode
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in EXHAUST])
 def test_what_takes_too_much_is_ended(name, mode, sessions, tmp_path, monkeypatch):

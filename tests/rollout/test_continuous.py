@@ -100,6 +100,7 @@ def test_requests_that_arrive_together_are_generated_as_one_batch_to_the_bit(kin
     assert engine.generate(requests) == expected, "the engine's cache must not show what was before"
 
 
+@pytest.mark.fast("3-1", "3-3")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("slots", [None, 3])
 def test_requests_that_arrive_one_after_another_have_the_same_tokens(seed, slots):
@@ -153,6 +154,7 @@ def test_other_sampling_parameters_wait_for_a_batch_of_their_own():
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["native", "batch_invariant"])
 def test_abort_by_name_keeps_the_tokens_and_leaves_the_others_alone(kind):
     check_abort(make_engine(kind, max_rows=4), 30, yields=12)

@@ -39,6 +39,7 @@ def one_by_one(module, prompts, params, sample_ids, limits):
     return found
 
 
+@pytest.mark.fast("3")
 @pytest.mark.parametrize("case", range(4))
 def test_rows_are_what_they_are_alone_whatever_the_cache_holds(module, case):
     rng = random.Random(case)

@@ -42,6 +42,7 @@ def native_log_probs(module, sequences: list[list[int]], transpose_limit: int) -
     return torch.stack(logits, 1).log_softmax(-1)
 
 
+@pytest.mark.fast("bias-1-transposed", "residual-8-parameters")
 @pytest.mark.parametrize("transpose_limit", [TRANSPOSE_LIMIT, 0], ids=["transposed", "parameters"])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_errors_are_those_of_transformers(module, batch, transpose_limit):

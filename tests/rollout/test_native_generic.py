@@ -116,6 +116,7 @@ def test_greedy_tokens_are_those_of_transformers(kind):
         assert completion.token_ids == expected[: len(completion.token_ids)]
 
 
+@pytest.mark.fast("falcon_h1", "deepseek_v3")
 @pytest.mark.parametrize("kind", [*STATES, "deepseek_v3"])
 def test_requests_that_arrive_later_share_the_batch(kind):
     module, sent = model(kind), requests(seed=1)
@@ -134,6 +135,7 @@ def test_requests_that_arrive_later_share_the_batch(kind):
     assert [c.token_ids for c in completions] == [c.token_ids for c in NativeRollout(module).generate(sent)]
 
 
+@pytest.mark.fast("qwen3_next", "mamba2")
 @pytest.mark.parametrize("kind", STATES)
 def test_a_reused_slot_starts_from_its_own_state(kind):
     module, sent = model(kind), requests(seed=1)
@@ -158,6 +160,7 @@ def test_the_parameters_are_shared_and_the_module_is_left_as_it_was():
     assert [c.token_ids for c in engine.generate(sent)] == [c.token_ids for c in after]
 
 
+@pytest.mark.slow
 def test_another_dtype_is_copied_by_each_call():
     module, sent = model("falcon_h1"), requests(temperature=0)
     engine = NativeRollout(module, dtype=torch.float64)

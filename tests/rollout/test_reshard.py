@@ -187,6 +187,7 @@ def test_slices_in_another_dtype_than_that_of_training(dtype):
         assert torch.equal(receivers[0].stored(name), receivers[0].slices.slice_of(name, parameter.to(dtype))), name
 
 
+@pytest.mark.fast("4096*")
 @pytest.mark.parametrize(
     ("ranks", "tp", "boxes", "case"),
     [

@@ -246,6 +246,7 @@ def failing_on_rank(path: Path, failing: int) -> list[tuple[str, str, float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_no_rank_waits_for_one_that_has_failed(failing, tmp_path):
     ranks = run_on_ranks(2, failing_on_rank, save(tmp_path, "one-kv-head"), failing)

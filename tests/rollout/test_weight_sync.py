@@ -128,6 +128,7 @@ def groups(size: int) -> list[TransferGroup]:
     return together(*(lambda rank=rank: join(rank) for rank in range(size)))
 
 
+@pytest.mark.fast("1-dtype1", "8192-None")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("bucket_bytes", [1, 8192, 1 << 30])
 def test_collective_delivers_every_parameter_to_every_rank(bucket_bytes, dtype):

@@ -108,6 +108,7 @@ def test_an_operator_that_writes_nonsense_is_named(settings, monkeypatch, functi
     assert f"Source: {function.__name__}() at line {line} in test_failing_runs.py" in message
 
 
+@pytest.mark.slow
 def test_a_sound_run_passes_the_strict_check(settings, monkeypatch, steps):
     """With all columns: of a critic, a reference and validation."""
     monkeypatch.setenv("VERL_STRICT_DATA_CHECK", "1")

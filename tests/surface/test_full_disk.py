@@ -27,6 +27,7 @@ def files_up_to(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.fast("in the background")
 @pytest.mark.parametrize("how", [[], [ASYNC]], ids=["at once", "in the background"])
 def test_a_run_resumes_when_there_is_space_again(how, settings, tmp_path, capsys):
     run = tmp_path / "run"

@@ -88,6 +88,7 @@ def test_what_the_script_shows(prepared, tmp_path):
     assert shown.count("val-core/openai/gsm8k/acc/mean@1") == 2
 
 
+@pytest.mark.fast("grpo")
 @pytest.mark.parametrize("algorithm", FLOW)
 def test_script_trains_validates_saves_and_resumes(algorithm, prepared, tmp_path):
     # in this process, which has imported everything already

@@ -101,6 +101,7 @@ def phases(shown: str) -> list[str]:
     return re.findall(r"^\d\d:\d\d:\d\d \[(\w+)\] \d+\.\d\ds", shown, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_local_trainer_in_a_plain_script(workplace):
     rows = (workplace / "train.jsonl").read_text().splitlines(keepends=True)
     (workplace / "train.jsonl").unlink()
@@ -152,6 +153,7 @@ SNIPPETS_WITH_VLLM = {
 }
 
 
+@pytest.mark.fast("config.yaml")
 @pytest.mark.parametrize("name", SNIPPETS_WITH_VLLM)
 def test_the_snippets_with_vllm(name, workplace):
     from examples.quickstart.tiny_model import tiny_model

@@ -15,6 +15,7 @@ from verl.trainer.local_trainer import LocalPPOTrainer
 pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 
 
+@pytest.mark.slow
 def test_parallelism(shell):
     """Each run is read, checked and compiled; tests of the executors run what they say."""
     pytest.importorskip("ray")
@@ -33,6 +34,7 @@ def test_parallelism(shell):
     assert shapes == {(1, 1, "local"), (2, 1, "local"), (2, 1, "ray"), (4, 1, "local"), (4, 3, "local")}
 
 
+@pytest.mark.fast("lora.md")
 @pytest.mark.parametrize("page", ["lora.md", pytest.param("preferences.md", marks=pytest.mark.slow), "sft.md"])
 def test_training(page, shell, caplog):
     for command in commands(page):
@@ -41,6 +43,7 @@ def test_training(page, shell, caplog):
     assert "is deprecated" not in caplog.text
 
 
+@pytest.mark.slow
 def test_reward_models(shell, caplog):
     *here, apart = commands("reward_models.md")
     for command in here:
@@ -50,6 +53,7 @@ def test_reward_models(shell, caplog):
     assert "HAS NO EFFECT" not in caplog.text and "is deprecated" not in caplog.text
 
 
+@pytest.mark.slow
 def test_distillation(shell, caplog):
     *here, apart = commands("distillation.md")
     for command in here:

@@ -89,6 +89,7 @@ def test_settings_that_follow_from_others_are_not_compared(tmp_path):
     assert "critic.optim.lr" not in done.stdout
 
 
+@pytest.mark.slow
 def test_one_picture_of_two_runs(folder, tmp_path):
     runs = [open_run(folder / name) for name in "ab"]
     picture = imread(save_comparison(runs, tmp_path / "out" / "both.png"))

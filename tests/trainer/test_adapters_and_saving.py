@@ -69,6 +69,7 @@ def test_a_run_with_adapters_has_no_second_model_for_the_reference(settings):
 ASYNC = [*KL, "actor_rollout_ref.actor.checkpoint.async_save=true"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [[], pytest.param(RANKS, marks=pytest.mark.slow)])
 def test_a_run_resumes_from_a_checkpoint_written_in_the_background(ranks, settings, tmp_path):
     straight = run(settings, *ASYNC, *ranks, "trainer.save_freq=2", steps=4)
@@ -122,6 +123,7 @@ def test_a_write_that_fails_stops_the_run_and_leaves_the_checkpoints_of_before(s
     assert names(tmp_path / "run") == ["global_step_1"]
 
 
+@pytest.mark.fast("2-1-kept1")
 @pytest.mark.parametrize(
     ("steps", "signals", "kept"),  # waited for at the end, and by the next save
     [(1, 1, ["global_step_1"]), (2, 1, ["global_step_1", "global_step_2"]), (1, 2, [])],

@@ -154,6 +154,7 @@ def test_generation_overlaps_training_within_the_bound(k, settings, monkeypatch)
     assert once(reports)
 
 
+@pytest.mark.slow
 def test_no_response_is_interrupted_without_partial_rollout(settings, monkeypatch, caplog):
     monkeypatch.setattr(version_engine, "SECONDS_PER_TOKEN", 0.012)  # responses take longer than an update
     caplog.set_level(logging.INFO, "verl")
@@ -236,6 +237,7 @@ def test_an_error_of_the_reward_function_ends_the_run_with_it(settings, paid_by)
     assert "raised in operator 'reward'" in caught.value.__notes__
 
 
+@pytest.mark.fast("error0")
 @pytest.mark.parametrize("error", [RuntimeError("engine is broken"), SystemExit("engine ended")])
 def test_an_error_of_the_engine_ends_the_run_with_it(error, settings, monkeypatch):
     monkeypatch.setattr(VersionEngine, "fail_at", (14, error))
@@ -244,6 +246,7 @@ def test_an_error_of_the_engine_ends_the_run_with_it(error, settings, monkeypatc
     assert caught.value is error
 
 
+@pytest.mark.slow
 def test_an_error_of_the_update_ends_the_producer(settings):
     class Broken(PPOTrainer):
         def build_flow(self) -> DataFlow:
@@ -287,6 +290,7 @@ def test_the_old_policy_is_the_one_that_sampled_unless_there_is_a_correction(set
     assert not torch.equal(report.batch.batch["old_log_probs"], report.batch.batch["rollout_log_probs"])
 
 
+@pytest.mark.fast("top_p=0.9")
 @pytest.mark.parametrize("filter", ["top_p=0.9", "top_k=5", "min_p=0.1"])
 def test_filtered_log_probs_of_the_rollout_are_not_those_of_the_old_policy(filter, settings, caplog):
     chosen = [*settings, *GRPO, "trainer.async.max_staleness=1", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
@@ -303,6 +307,7 @@ def test_filtered_log_probs_of_the_rollout_are_not_those_of_the_old_policy(filte
 # ---- a second fit -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_second_fit_continues(settings):
     trainer, first = train(settings, "trainer.save_freq=2", k=2, steps=2, kind=SlowTrainer)
     second: list[StepReport] = []

@@ -75,6 +75,7 @@ def equal(settings, paid_by) -> list[str]:
     return [*settings, *FILTER, paid_by("return 1.0"), "trainer.save_at_end=true"]
 
 
+@pytest.mark.slow
 def test_rewards_without_a_difference_end_the_run(equal, caplog):
     trainer, reports = make(equal, "algorithm.filter_groups.max_empty_gen_batches=6", kind=PPOTrainer)
     with pytest.raises(ValueError, match=r"none among the last \d+ prompts \(\d+ generations of 4") as caught:
@@ -266,6 +267,7 @@ def steps_of(trainer: PPOTrainer, count: int) -> list[tuple]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_rewind_gives_the_steps_of_a_fresh_resume(k, settings, tmp_path):
     more = [f"{ROLLOUT}.name=weights", "imports=[tests.trainer.test_asynchronous_ends]"]

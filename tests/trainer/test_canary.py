@@ -47,6 +47,7 @@ def test_a_push_that_copies_nothing_stops_the_run(settings, monkeypatch):
         fit_reports([*settings, *GRPO, *LORA, *free, "actor_rollout_ref.actor.optim.lr=3e-2"])
 
 
+@pytest.mark.fast("1e-4")
 @pytest.mark.parametrize("lr", ["1e-2", "1e-4"])
 def test_an_engine_that_copied_shared_weights_once_stops_the_run(lr, settings, monkeypatch):
     from verl.rollout.native.engine import NativeRollout
@@ -144,6 +145,7 @@ def test_fp8_and_experts_widen_the_limit():
     assert "expected at most 0.5 and 5 (16 bits)" in outcome(Roles(1.0, 0.0, compared=True), (0,), factor)
 
 
+@pytest.mark.fast("1", "16")
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16])
 def test_noise_is_no_alarm_however_short_the_response(tokens):
     """The noise of a small trained model in bf16, beside changes that are smaller, as large and larger."""
@@ -176,6 +178,7 @@ class Unties(ModuleReceiver):
             head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
 
 
+@pytest.mark.slow
 def test_a_stale_tied_output_layer_stops_the_run(settings, monkeypatch, tiny, tmp_path):
     tied = shutil.copytree(tiny / "model", tmp_path / "tied")
     module = AutoModelForCausalLM.from_pretrained(tied)

@@ -35,6 +35,7 @@ def run(settings, *more: str, faults: Sequence[str] = ()) -> LocalPPOTrainer:
     return trainer
 
 
+@pytest.mark.slow
 def test_broken_weights_stop_the_run_which_then_resumes_as_if_nothing_had_happened(settings, tmp_path, caplog):
     straight = [f"trainer.default_local_dir={tmp_path / 'straight'}"]
     run(settings, *straight)

@@ -24,6 +24,7 @@ ONE_PASS = [f"{ACTOR}.ppo_mini_batch_size=4"]  # log-probs come from the first u
 TWO_RANKS = ["trainer.n_gpus_per_node=2", f"{ACTOR}.ppo_mini_batch_size=4"]
 
 
+@pytest.mark.fast("by tokens")
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -51,6 +51,7 @@ def test_one_line_per_step_and_a_summary_with_paths_and_the_next_command(setting
     assert end[4:6] == [f"next:    verl serve {model}", "         verl report run"]
 
 
+@pytest.mark.slow
 def test_the_summary_of_a_resumed_run_covers_all_of_its_steps(settings, tmp_path, lines, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for total in (2, 4):
@@ -114,6 +115,7 @@ def test_a_quiet_run_prints_steps_and_warnings_only(settings, tmp_path, lines):
     assert shown == ["step", "reward", "metrics:", "next:"]
 
 
+@pytest.mark.slow
 def test_divergence_is_a_warning_without_the_console_too(settings, lines, monkeypatch):
     trainer = PPOTrainer(overrides=[*settings, "trainer.total_training_steps=5"])
     seen = trainer.step_metrics

@@ -71,6 +71,7 @@ def test_the_columns_are_those_of_the_teacher(distilled, teacher, caplog):
     assert reports[0].metrics["distillation/teacher_mass"] == pytest.approx(mass, rel=1e-5)
 
 
+@pytest.mark.fast("forward_kl_topk")
 @pytest.mark.parametrize(
     "loss",
     [
@@ -139,6 +140,7 @@ def on_server(distilled, url):
     ]  # fmt: skip
 
 
+@pytest.mark.fast("forward_kl_topk")
 @pytest.mark.parametrize("loss", [[], TOP], ids=["k3", "forward_kl_topk"])
 def test_a_server_gives_the_same_run(distilled, served_teacher, loss):
     _, local = fit([*distilled, *loss])

@@ -314,6 +314,7 @@ def filtered(settings, paid_by) -> list[str]:
     return [*chosen, "algorithm.name=grpo", "algorithm.filter_groups.enable=true", "trainer.total_training_steps=4"]
 
 
+@pytest.mark.slow
 def test_after_a_signal_a_step_that_needs_further_generations_is_undone(filtered, tmp_path, capsys, caplog):
     """The run is resumed by the same command, and its metrics are those of an uninterrupted run."""
     run, trainer = tmp_path / "run", LocalPPOTrainer(overrides=filtered)

@@ -31,7 +31,7 @@ SEQUENCE, TENSOR = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", f"{ACT
 REF_SEQUENCE = "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size"
 CRITIC_SEQUENCE, CRITIC_TENSOR = "critic.fsdp.ulysses_sequence_parallel_size=2", "critic.fsdp.tensor_parallel_size=2"
 TWO, FOUR = (["trainer.n_gpus_per_node=2"], ["trainer.n_gpus_per_node=4"])
-RAY = ["trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=5"]
+RAY = ["trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=2"]
 LOCAL = ["placement.local_roles=[critic,ref]"]
 RAY += ["ray_kwargs.ray_init.address=local"]  # and no cluster that is running here
 TWO_POOLS = [*FOUR, "placement.actor_devices=[0,1]", "placement.critic_devices=[2,3]"]

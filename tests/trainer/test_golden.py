@@ -48,6 +48,7 @@ def five_steps(settings: list[str], algorithm: str) -> list[dict[str, float]]:
     return steps
 
 
+@pytest.mark.fast("grpo", "ppo", "remax", "reinforce_plus_plus")
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_five_steps_are_as_recorded(algorithm, settings):
     expected = json.loads((GOLDEN / f"{algorithm}.json").read_text())

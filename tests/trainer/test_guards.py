@@ -127,6 +127,7 @@ def test_a_skipped_step_is_not_saved_and_its_validation_does_not_count(settings,
     assert [step for hook, step in guard.calls if hook == "after_validation"] == [1, 3, 4]
 
 
+@pytest.mark.fast("action0")
 @pytest.mark.parametrize("action", [ROLL_BACK, RESTART])
 def test_a_guard_returns_to_a_checkpoint(action, settings):
     """A rollback continues with the prompts after those of the undone steps, a restart repeats them."""
@@ -215,6 +216,7 @@ def test_every_built_in_guard_is_in_the_row_once():
     assert built_in == {guard.__name__ for guard in GUARDS} and len(set(GUARDS)) == len(GUARDS)
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("failed", [True, False])
 def test_a_run_that_stops_for_a_fault_says_so_and_the_command_fails(failed, settings, caplog):
     caplog.set_level("INFO")

@@ -39,6 +39,7 @@ def shifted(monkeypatch, shift: float, from_step: int = 1) -> None:
     monkeypatch.setattr(TorchEngine, "train_batch", counted(TorchEngine.train_batch))
 
 
+@pytest.mark.fast("auto")
 @pytest.mark.parametrize("old_log_prob_pass", PASSES)
 def test_the_first_step_stops_a_run_with_a_mismatch(old_log_prob_pass, settings, monkeypatch, tmp_path):
     shifted(monkeypatch, 0.02)
@@ -65,6 +66,7 @@ def test_later_steps_warn_and_the_limit_can_be_set_or_turned_off(settings, monke
         fit_reports([*once, f"{ROLLOUT}.max_mismatch=1e-12", "trainer.resume_mode=disable"])
 
 
+@pytest.mark.fast("0.08-0.1-more0", "0.6-0.5-more3", "0.03-0.025-more5")
 @pytest.mark.parametrize(
     "shift, limit, more",
     [
@@ -86,6 +88,7 @@ def test_the_limit_depends_on_dtype_and_temperature(shift, limit, more, settings
         fit_reports(run)
 
 
+@pytest.mark.fast("filters2")
 @pytest.mark.parametrize("filters", [["top_k=3"], ["top_p=0.6"], ["min_p=0.2", "temperature=0.7"]])
 def test_filters_are_no_mismatch_and_do_not_hide_one(filters, settings, monkeypatch):
     """Log-probs of a filtered distribution are larger than those of the full one, which training computes."""
@@ -118,6 +121,7 @@ def test_responses_of_older_weights_are_no_mismatch():
         MismatchLimit(Config()).after_step(view, report)
 
 
+@pytest.mark.fast("bfloat16-native")
 @pytest.mark.parametrize(("dtype", "engine"), [("auto", "native"), ("bfloat16", "native"), ("bfloat16", "hf")])
 def test_a_run_with_bf16_weights_has_no_mismatch(dtype, engine, settings):
     """A CPU computes in float32 by default. The canary called these weights stale."""

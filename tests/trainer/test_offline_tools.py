@@ -138,6 +138,7 @@ class Ranked(SingleTurn):
 """
 
 
+@pytest.mark.fast("server*")
 @pytest.mark.parametrize(("kind", "n", "expected"), [("server", 1, [0.5, 1.5, 2.5, 3.5]), ("ranked", 3, [0, 1, 2] * 4)])
 def test_scores_of_agents_and_of_groups_are_in_the_file(kind, n, expected, keys, tmp_path):
     pytest.importorskip("uvicorn")
@@ -184,6 +185,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_interrupted_run_resumes_to_the_same_file(kills, keys, tmp_path, caplog, monkeypatch):
     given = [*keys, "rollout.temperature=1", "data.n_samples=2", "data.batch_size=3"]

@@ -23,6 +23,7 @@ def run(settings: list[str], *overrides: str) -> tuple[tuple[str, ...], list[dic
     return tuple(op.name for op in trainer.pipeline.operators), steps
 
 
+@pytest.mark.fast("overrides1")
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -118,6 +118,7 @@ def test_the_first_time_and_without_a_factor_it_may_take_longer(settings):
     ).fit()
 
 
+@pytest.mark.fast("1")
 @pytest.mark.parametrize("timeout", ["30", "1"])
 def test_a_slow_reward_that_its_timeout_allows_does_not_end_the_run(settings, paid_by, timeout):
     more = [paid_by("time.sleep(2.5 * (calls == 20))", "return 0.0"), "trainer.wait_minimum=1"]

@@ -52,6 +52,7 @@ def test_a_step_that_fails_leaves_no_recording(settings):
     assert not torch.autograd._profiler_enabled()
 
 
+@pytest.mark.slow
 def test_steps_after_the_end_are_reported(settings, caplog):
     fit([*settings, "trainer.total_training_steps=1", "trainer.profile_steps=[2,1]"])
     assert "trainer.profile_steps: the run ends at step 1, before [2]" in caplog.text

@@ -222,6 +222,7 @@ def test_a_curriculum_with_state_goes_on_as_if_it_had_not_stopped():
         assert drawn + rows(second, 7 - stop) == straight
 
 
+@pytest.mark.slow
 def test_a_curriculum_without_state_is_not_resumed_in_another_order(settings):
     more = ["trainer.save_freq=1", "trainer.total_training_steps=1", "algorithm.name=grpo", *SAMPLER]
     LocalPPOTrainer(overrides=[*settings, *more]).fit()
@@ -229,6 +230,7 @@ def test_a_curriculum_without_state_is_not_resumed_in_another_order(settings):
         LocalPPOTrainer(overrides=[*settings, *SAMPLER, *TWO_STEPS]).fit()
 
 
+@pytest.mark.slow
 def test_a_sampler_object_is_resumed_by_reading_again(settings):
     from torch.utils.data import SequentialSampler
 

@@ -202,6 +202,7 @@ def test_steps_and_several_fits_train_as_one_fit_does(config, tiny, tmp_path):
         found["one"][0]["critic/score/meen"]
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_step_that_raises_does_not_count_and_its_prompts_are_drawn_again(config, tiny, dynamic):
     rows, calls, broken = rows_of(tiny / "train.jsonl"), [], []
@@ -231,6 +232,7 @@ def test_a_step_that_raises_does_not_count_and_its_prompts_are_drawn_again(confi
     assert trainer.validate() == {} and trainer.fit(steps=1)["training/global_step"] == 3
 
 
+@pytest.mark.slow
 def test_a_fit_that_failed_in_its_first_step_starts_again(config, tiny):
     broken = []
 
@@ -323,6 +325,7 @@ def register_scaled() -> None:
         return grouped.spread(my_temp * (grouped.reward - grouped.groups.mean(grouped.reward)))
 
 
+@pytest.mark.slow
 def test_settings_of_an_estimator(config, tiny, tmp_path):
     register_scaled()
     given = {"train_dataset": rows_of(tiny / "train.jsonl"), "reward": letters}
@@ -448,6 +451,7 @@ def test_the_package_is_typed():
 # ---- bad arguments --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_other_rows_do_not_resume_a_run(config, caplog):
     """Without the names of files, experiments on different rows have the same default folder."""
     rows = [{"prompt": f"{letter}=", "answer": letter} for letter in "abcdefgh"]

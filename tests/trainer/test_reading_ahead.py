@@ -35,6 +35,7 @@ def trained(config, kind=PPOTrainer, **more):
     return seen, trainer
 
 
+@pytest.mark.slow
 def test_a_run_on_images_is_the_same_and_resumes_to_the_same(vision, tmp_path):  # noqa: F811
     def run(name, threads, steps, **more):
         more |= {THREADS: threads, "trainer.total_training_steps": steps, "trainer.test_freq": -1}
@@ -100,6 +101,7 @@ def test_items_of_a_custom_dataset_are_read_by_one_thread(settings_of_text, capl
     assert "the items of a custom dataset are read by one thread" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_image_that_is_gone_is_the_error_of_its_row(vision, tmp_path):  # noqa: F811
     errors = []
     for threads in (0, 3):
@@ -118,6 +120,7 @@ def test_an_image_that_is_gone_is_the_error_of_its_row(vision, tmp_path):  # noq
     assert errors[0] == errors[1] and "train.jsonl, line 5, image 0 (4.png): expected a file" in errors[0]
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_draws_the_same_prompts(settings_of_text, tmp_path):
     groups = {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "seq_reward"}
     groups |= {"data.gen_batch_size": 6, "data.train_batch_size": 8, "algorithm.adv_estimator": "grpo"}
@@ -154,6 +157,7 @@ def short_waits(monkeypatch):
     return {"trainer.wait_minimum": 1, "reward.timeout": 0.5, "trainer.total_training_steps": 6, "data.val_files": []}
 
 
+@pytest.mark.fast("1")
 @pytest.mark.parametrize("threads", [0, 1])
 def test_a_read_that_hangs_ends_the_run_with_its_stack(settings_of_text, short_waits, threads, monkeypatch):
     dataset = Counting(hang_at=14)
@@ -173,6 +177,7 @@ def asynchronous(settings: dict, *more: str) -> list[str]:
     return [f"{k}={v}" for k, v in settings.items() if k != "trainer.logger"] + [*GRPO, *VERSIONS, *more]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_read_that_hangs_ends_asynchronous_training(settings_of_text, short_waits, threads, monkeypatch):
     dataset = Counting(hang_at=18)

@@ -115,6 +115,7 @@ def lengths(metrics: dict) -> tuple:
     return tuple(metrics[name] for name in ("training/global_step", "response_length/mean", "actor/entropy"))
 
 
+@pytest.mark.fast("auto")
 @pytest.mark.parametrize("resume_mode", ["auto", "disable"])
 def test_rewind_returns_to_the_last_checkpoint(settings, resume_mode):
     more = ["algorithm.name=grpo", "trainer.save_at_end=false", f"trainer.resume_mode={resume_mode}"]
@@ -136,6 +137,7 @@ def test_rewind_returns_to_the_last_checkpoint(settings, resume_mode):
     assert steps[6:] == steps[2:4]
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("by_fit", [True, False])
 def test_rewind_without_a_checkpoint_returns_to_the_start(by_fit, settings):
     trainer = LocalPPOTrainer(overrides=[*settings, "algorithm.name=grpo", "trainer.save_at_end=false"])

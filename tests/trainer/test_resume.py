@@ -36,6 +36,7 @@ ALGORITHMS = {
 }
 
 
+@pytest.mark.fast("ppo-4")
 @pytest.mark.parametrize(
     ("algorithm", "stop"),  # inside an epoch of 6 steps, and on its boundary
     [
@@ -79,6 +80,7 @@ def test_a_finished_run_says_that_there_is_nothing_to_do(saved, caplog):
     assert trainer.global_step == 1 and "nothing to train" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_kept_whole_and_changed_settings_are_named(settings, tmp_path, caplog):
     chosen = [*settings, "algorithm.adv_estimator=grpo", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2"]
     LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=3"]).fit()

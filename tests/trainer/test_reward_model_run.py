@@ -57,6 +57,7 @@ def test_a_reward_model_on_separate_devices_gives_the_same_numbers(judged):
         assert {name: a[name] for name in COMPARED} == {name: b[name] for name in COMPARED}
 
 
+@pytest.mark.slow
 def test_a_function_combines_the_models_score_with_a_rule(judged, paid_by):
     score = "0.5 * extra_info['rm_score'] + len(solution_str)"
     rule = paid_by(f"return {{'score': {score}, 'length': len(solution_str)}}")

@@ -182,6 +182,7 @@ class Phases:
         monkeypatch.setattr(Rollout, name, watched)
 
 
+@pytest.mark.fast("remax")
 @pytest.mark.parametrize("algorithm", ["grpo", "remax"])
 def test_weights_are_pushed_once_per_step_and_validation_uses_them(algorithm, settings, monkeypatch):
     phases = Phases(monkeypatch)
@@ -262,6 +263,7 @@ def test_training_and_separate_rollout_connect_once_and_again_after_a_restart():
     assert actor.calls[3:] == ["connect_to_rollout", "push_weights"]
 
 
+@pytest.mark.slow
 def test_versions_continue_after_a_resume(settings):
     fit_reports([*settings, "algorithm.name=grpo", "trainer.total_training_steps=2", "trainer.save_freq=1"])
     (report,) = fit_reports([*settings, "algorithm.name=grpo", "trainer.total_training_steps=3"])

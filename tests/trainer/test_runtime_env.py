@@ -118,6 +118,7 @@ class Public:
 """
 
 
+@pytest.mark.fast("sample-Public", "coroutine-naive")
 @pytest.mark.parametrize(
     ("function", "manager"),
     [

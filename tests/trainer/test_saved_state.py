@@ -178,6 +178,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.fast("the random state is a list", "weights with NaN", "shards are cut", "a list as state")
 @pytest.mark.parametrize("kind", DAMAGED)
 def test_damage_that_the_manifest_does_not_show_is_one_error(kind, saved, tiny, tmp_path):
     run = shutil.copytree(saved, tmp_path / "run", symlinks=True)
@@ -219,6 +220,7 @@ def test_a_checkpoint_of_weights_alone_resumes_and_says_what_is_missing(settings
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_no_weights_at_all_are_refused(settings):
     chosen = [*settings, "algorithm.name=grpo", "trainer.save_freq=1"]
     LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=1"]).fit()

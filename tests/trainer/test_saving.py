@@ -60,6 +60,7 @@ def chosen(settings) -> list[str]:
 # ---- the end of a run -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("given0-saved0", "given2-saved2")
 @pytest.mark.parametrize(
     ("given", "saved"),
     [
@@ -150,6 +151,7 @@ def test_the_same_sigint_sent_twice_is_one_request(caplog):
 TWICE, RESUMES = [signal.SIGINT] * 2, "; the same command resumes from {run}/global_step_1"
 
 
+@pytest.mark.fast("2-numbers0*", "1-numbers2*", "1-numbers3*")
 @pytest.mark.parametrize(
     ("step", "numbers", "override", "status", "saved", "shown"),
     [
@@ -189,6 +191,7 @@ def test_a_run_in_another_thread_leaves_the_handlers(chosen, tmp_path):
 SERIES = {0: 0.9, 1: 0.2, 2: 0.5, 3: 0.7, 4: 0.6, 5: 0.7, 6: 0.1}  # the best trained step is 3
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_beside_the_newest(chosen, tmp_path):
     plain = [*chosen, f"trainer.save_best={METRIC}", "trainer.test_freq=1", "trainer.max_actor_ckpt_to_keep=1"]
     plain += ["trainer.total_training_steps=6", "trainer.val_before_train=true"]
@@ -250,6 +253,7 @@ def test_a_metric_of_a_custom_validation_is_suggested():
     assert "other/score" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_metric_that_the_first_validation_does_not_have_loses_no_step(chosen, tmp_path, capsys):
     plain = [*chosen, "trainer.save_best=val/acc", "trainer.test_freq=2", "trainer.total_training_steps=4"]
     assert launch(lambda: scripted(LocalPPOTrainer(overrides=plain), SERIES)) == 1

@@ -151,6 +151,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@pytest.mark.slow
 def test_a_reward_function_sees_the_score_and_validation_is_greedy(chat_model, tmp_path, monkeypatch):
     (tmp_path / "reward.py").write_text(REWARD)
     found = trajectories_of(monkeypatch)

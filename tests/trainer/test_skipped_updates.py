@@ -45,6 +45,7 @@ def run(settings: list[str], folder, broken: Collection[int], *overrides: str, s
     return found
 
 
+@pytest.mark.fast("broken1*")
 @pytest.mark.parametrize(
     ("broken", "overrides", "message"),
     [
@@ -59,6 +60,7 @@ def test_a_run_that_cannot_update_ends(broken, overrides, message, settings, tmp
         run(settings, tmp_path, broken, *(f"trainer.{text}" for text in overrides.split()))
 
 
+@pytest.mark.slow
 def test_resuming_starts_before_the_steps_that_changed_nothing(settings, tmp_path):
     often = ["trainer.max_skipped_steps=3", "trainer.save_freq=1", "trainer.allow_change=[code]"]
     for broken in (range(5, 100), range(100)):  # the second run is of updates that are all broken
@@ -89,6 +91,7 @@ def test_broken_weights_end_the_run_in_their_step_and_are_never_saved(steps, lr,
     assert steps_in(tmp_path / "run") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [pytest.param("false", marks=pytest.mark.slow), "true"])
 def test_a_broken_step_leaves_the_checkpoint_that_it_would_have_replaced(settings, tmp_path, background):
     keep_one = ["trainer.max_actor_ckpt_to_keep=1"]
@@ -128,6 +131,7 @@ def sometimes_bad(token_level_rewards, response_mask, global_step=None):
 """
 
 
+@pytest.mark.fast("float('nan')", "1e30")
 @pytest.mark.parametrize("value", ["float('nan')", "float('-inf')", "1e30"])
 def test_a_bad_column_never_reaches_the_weights(value, settings, tmp_path, caplog):
     (tmp_path / "bad.py").write_text(COLUMN.replace("{VALUE}", value))
@@ -161,6 +165,7 @@ def test_a_run_rolls_back_once_and_skips_the_prompts(settings, tmp_path, threads
     assert [line["step"] for line in lines(tmp_path / "run/metrics.jsonl")] == list(range(1, 9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", THREADS)
 def test_a_rollback_with_dynamic_sampling_repeats_no_prompt(settings, tmp_path, threads):
     """The queue of prompts is that of the bad step, not that of the checkpoint."""

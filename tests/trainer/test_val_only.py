@@ -26,6 +26,7 @@ def validate(settings: list[str], *more: str) -> None:
     PPOTrainer(overrides=[*settings, "trainer.val_only=true", *more]).fit()
 
 
+@pytest.mark.slow
 def test_the_record_of_the_training_run_is_kept(settings, tmp_path, caplog):
     run = tmp_path / "run"
     steps = ["trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=1"]

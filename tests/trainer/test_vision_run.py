@@ -68,6 +68,7 @@ def settings(vision, run, **more):
     }
 
 
+@pytest.mark.fast("native")
 @pytest.mark.parametrize("engine", ["hf", "native"])
 def test_grpo_on_images(vision, tmp_path, monkeypatch, engine):
     monkeypatch.setenv("VERL_STRICT_DATA_CHECK", "1")
@@ -89,6 +90,7 @@ def test_grpo_on_images(vision, tmp_path, monkeypatch, engine):
     assert trainer.generate([[{"role": "user", "content": [{"type": "image", "image": str(vision / "0.png")}]}]])
 
 
+@pytest.mark.slow
 def test_a_model_without_its_own_code_runs_on_the_generic_path(vision, tmp_path):
     """`AutoModelForImageTextToText` with padded sequences and rollout.name=hf; other engines refuse it."""
     save_llava(tmp_path / "llava")

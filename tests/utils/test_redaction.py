@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.programs import run_python
 from verl.config import dump_config, load_config, to_flat_dict
 from verl.config.errors import ConfigError
 from verl.tracking.run_record import RunRecord
@@ -196,7 +195,8 @@ def test_a_value_of_the_environment_is_saved_as_its_expression(setting, monkeypa
 def test_a_process_that_is_started_later_knows_the_values(setting):
     load_config(None, [f"trainer.project_name={EXPRESSION}"])
     code = f"from verl.utils.redaction import redact_text; print(redact_text('it is {CLEAR}'))"
-    assert run_python("-c", code, cwd=ROOT).stdout.strip() == f"it is {EXPRESSION}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"it is {EXPRESSION}"
 
 
 def test_folders_and_numbers_of_the_environment_are_saved_as_they_are(setting, monkeypatch, tmp_path):

@@ -62,6 +62,15 @@ def prompts_for(case: str) -> list[list[int]]:
     return PROMPTS[:-1] if case == "phi3-longrope" else PROMPTS  # it has 48 positions
 
 
+@pytest.mark.fast(
+    "gemma2-bf16",
+    "gemma3-bf16",
+    "qwen2-fp32",
+    "qwen3-bf16",
+    "llama-bf16",
+    "phi3-longrope-bf16",
+    "qwen2-bf16 weights",
+)
 @pytest.mark.parametrize(
     ("case", "precision"),
     [
@@ -89,6 +98,7 @@ class Sharded:
         return None
 
 
+@pytest.mark.fast("qwen3-bf16 weights", "gemma2-fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16 weights"])
 @pytest.mark.parametrize("case", ["qwen3", "gemma2"])  # without and with a softcap of the logits
 def test_log_probs_of_a_copy_of_the_weights_are_bit_equal(case, precision, tmp_path):
@@ -113,6 +123,7 @@ def test_a_response_is_the_same_whatever_else_is_in_the_batch(case):
     assert [again[i] for i in order] == together
 
 
+@pytest.mark.fast("qwen3-fp32", "gemma2-bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", ["qwen3", "gemma2"])
 def test_an_update_starts_from_the_same_bits_and_has_the_ordinary_gradient(case, precision):

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -122,9 +123,10 @@ class Section(pydantic.BaseModel):
     @classmethod
     def _bool_is_not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Reject True and False for numbers: Python accepts True as 1, but in a configuration it is a mistake."""
-        kinds = _members(cls.model_fields[info.field_name].annotation)
-        if isinstance(value, bool) and not any(kind in (bool, Any) or get_origin(kind) is dict for kind in kinds):
-            raise ValueError("expected a number, found a bool")
+        if isinstance(value, bool):
+            kinds = _members(cls.model_fields[info.field_name].annotation)
+            if not any(kind in (bool, Any) or get_origin(kind) is dict for kind in kinds):
+                raise ValueError("expected a number, found a bool")
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -406,15 +408,21 @@ def _flat_defaults(schema: type[Schema]) -> Mapping[str, Any]:
 
 def differences(config: Schema) -> dict[str, Any]:
     """Dotted key -> value of the fields that differ from their defaults, derived defaults included."""
-    schema = type(config)
-    flat, plain, derived = to_flat_dict(config), _flat_defaults(schema), derived_fields(schema)
+    flat = to_flat_dict(config)
+    return {key: flat[key] for key in _changed_fields(type(config), json.dumps(flat))}
+
+
+@functools.lru_cache(maxsize=4)  # a start asks several times for those of one configuration
+def _changed_fields(schema: type[Schema], text: str) -> list[str]:
+    """Dotted keys of `differences`, of a flat configuration as JSON. Not to be changed."""
+    flat, plain, derived = json.loads(text), _flat_defaults(schema), derived_fields(schema)
     changed = {key: value for key, value in flat.items() if key not in derived and value != plain[key]}
     implied = to_flat_dict(schema.model_validate(unflatten(changed)))
     for key in derived:
         if implied[key] != flat[key]:
             changed[key] = flat[key]
             implied = to_flat_dict(schema.model_validate(unflatten(changed)))
-    return {key: changed[key] for key in flat if key in changed}
+    return [key for key in flat if key in changed]
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:

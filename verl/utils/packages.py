@@ -1,5 +1,6 @@
 """Optional packages: what an engine of another library needs installed, and how to install it."""
 
+import functools
 import importlib.metadata
 import importlib.util
 import re
@@ -74,6 +75,7 @@ class Package:
         )
 
 
+@functools.cache  # reading the metadata takes milliseconds
 def version_of(*distributions: str) -> str | None:
     """Return the version of the first of these distributions that is installed; None if none is."""
     for name in distributions:
