@@ -296,7 +296,8 @@ class Reader:
             if value_key in known:
                 return f"unknown key: {value_key} is a value ({known[value_key].expected()}), not a section"
         if key in sections_of(self.schema):
-            return f"found {format_value(setting.value)}, expected a section with the keys {', '.join(self._names_below(key))}"
+            keys = ", ".join(self._names_below(key))
+            return f"found {format_value(setting.value)}, expected a section with the keys {keys}"
         free_key, near = self._free_setting(key), self._nearest(key, setting)
         if meant := (self._misspelled(key) if setting.added else self._name_of_another(key)) or near:
             custom = f" (a parameter of a custom function of this name: {free_key})"
