@@ -167,6 +167,13 @@ from verl.workers.config.actor import FSDPActorConfig
 from verl.workers.config.optimizer import FSDPOptimizerConfig
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import register, Dispatch, Execute
+from verl.trainer.ppo.ray_trainer import Dataset, Sampler, calculate_workload
+from verl.trainer.ppo.metric_utils import _compute_response_info
+from verl.utils.reward_score.search_r1_like_qa_em import compute_score, em_check, extract_solution
+from verl.utils.torch_functional import get_eos_mask, tokenize_and_postprocess_data
+from verl.utils.dataset.vision_utils import process_image
+from verl.experimental.reward.reward_loop.registry import register
+from recipe.dapo.main_dapo import TaskRunner
 """
 
 
@@ -178,8 +185,32 @@ def test_imports_of_public_scripts(line):
 def test_functions_under_public_names(tmp_path):
     from types import SimpleNamespace
 
+    import torch
+    from PIL import Image
+    from verl.trainer.ppo.metric_utils import _compute_response_info
     from verl.trainer.ppo.reward import get_custom_reward_fn
+    from verl.utils.dataset.vision_utils import process_image
     from verl.utils.py_functional import timeout_limit
+    from verl.utils.reward_score import search_r1_like_qa_em as em
+    from verl.utils.seqlen_balancing import roundup_divisible
+
+    from verl import DataProto
+    from verl.utils import torch_functional as verl_F
+
+    truth = {"target": ["Paris", "Lutetia"]}
+    texts = ["<answer>x</answer> <answer> the paris. </answer>", "<answer>London</answer>", "Paris"]
+    assert [em.compute_score(text, truth, format_score=0.1) for text in texts] == [1.0, 0.1, 0.0]
+    assert [em.extract_solution(text) for text in texts] == ["the paris.", "London", None]
+    assert [em.em_check("Lutetia!", truth["target"]), em.em_check("Rome", "Paris")] == [1, 0]
+    entropy = verl_F.entropy_from_logits_with_chunking(torch.zeros(3, 8), chunk_size=2)
+    assert torch.allclose(entropy, torch.full((3,), 2.0794415))  # log 8
+    assert verl_F.get_eos_mask(torch.tensor([[5, 2, 2]]), eos_token=2).tolist() == [[1, 1, 0]]
+    assert [roundup_divisible(9, 4), roundup_divisible(8, 4)] == [12, 8]
+    image = process_image({"image": Image.new("RGBA", (40, 20)), "max_pixels": 200})
+    assert (image.mode, image.size) == ("RGB", (20, 10))
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
+    info = _compute_response_info(DataProto.from_dict({"responses": torch.ones(2, 3), "attention_mask": mask}))
+    assert (info["prompt_length"].tolist(), info["response_length"].tolist()) == ([1.0, 2.0], [2.0, 3.0])
 
     (tmp_path / "reward.py").write_text("def f(a, b=0):\n    return a + b\n")
     settings = SimpleNamespace(path=str(tmp_path / "reward.py"), name="f", reward_kwargs={"b": 2})

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.utils.data import DataLoader
 
 from verl import DataProto, DataProtoValidationError, protocol
 from verl.protocol import DataProtoConfig
@@ -112,6 +113,9 @@ def test_mini_batches_in_the_public_form():
     order = x_of(batch_of(8).make_iterator(4, epochs=2, seed=1, dataloader_kwargs={"shuffle": True}))
     assert sorted(order[0] + order[1]) == list(range(8)) and order[:2] != order[2:]
     assert order == x_of(batch_of(8).make_iterator(4, 2, 1, shuffle=True))
+    generator = torch.Generator().manual_seed(1)  # public verl has a loader of the rows
+    loader = DataLoader(range(8), 4, shuffle=True, generator=generator, collate_fn=list)
+    assert order == [rows for _ in range(2) for rows in loader]
     assert x_of(batch_of(4).make_iterator(2, 1, dataloader_kwargs={"shuffle": False})) == [[0, 1], [2, 3]]
     torch.manual_seed(3)
     first = x_of(batch_of(8).make_iterator(8, shuffle=True))
@@ -170,7 +174,8 @@ def test_select_can_copy_the_objects():
 
 
 def test_text_and_checks(capsys, tmp_path):
-    whole = batch_of(2, t=1.0)
+    nested = {"values": [1, 2.0], "sizes": {"a": np.zeros(2)}, "pair": (1, "a"), "empty": {}}
+    whole = batch_of(2, t=1.0, **nested)
     whole.print_size("batch")
     assert capsys.readouterr().out.startswith("batch, Size of tensordict: ")
     assert whole.get_data_info().splitlines() == [
@@ -182,7 +187,15 @@ def test_text_and_checks(capsys, tmp_path):
         "  ids: ndarray(2,) (object)",
         "meta_info",
         "  t: float",
+        "  values: list[float|int]",
+        "  sizes: dict[str: ndarray(2,) (float64)]",
+        "  pair: tuple(int, str)",
+        "  empty: dict",
     ]
+    assert whole.batch.device is None and whole.to("cpu").batch.device == torch.device("cpu")
+    with pytest.raises(TypeError, match="expected a slice, integers or a mask"):
+        whole["x"]
+    assert protocol.numpy_dict_to_tensor_dict({"x": np.arange(3)})["x"].tolist() == [0, 1, 2]
     whole.save_to_disk(tmp_path / "batch.pt")
     assert DataProto.load_from_disk(tmp_path / "batch.pt").batch["x"].tolist() == [0, 1]
     whole.check_consistency()

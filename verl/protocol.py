@@ -21,8 +21,10 @@ from verl.batch.containers import (
     concat_meta_info,
     deserialize_single_tensor,
     deserialize_tensordict,
+    numpy_dict_to_tensor_dict,
     serialize_single_tensor,
     serialize_tensordict,
+    type_info,
     union_numpy_dict,
     union_tensor_dict,
 )
@@ -42,6 +44,7 @@ __all__ = [
     "deserialize_single_tensor",
     "deserialize_tensordict",
     "fold_batch_dim",
+    "numpy_dict_to_tensor_dict",
     "pad_dataproto_to_divisor",
     "serialize_single_tensor",
     "serialize_tensordict",
@@ -158,14 +161,16 @@ class DataProto(Rows, Containers):
         lines += [f"  {name}: {tuple(v.shape)} ({v.dtype}) {v.device}" for name, v in self.tensors.items()]
         lines += ["non_tensor_batch"]
         lines += [f"  {name}: ndarray{v.shape} ({v.dtype})" for name, v in self.non_tensor_batch.items()]
-        return "\n".join([*lines, "meta_info", *(f"  {k}: {type(v).__name__}" for k, v in self.meta_info.items())])
+        return "\n".join([*lines, "meta_info", *(f"  {k}: {type_info(v)}" for k, v in self.meta_info.items())])
 
     # ---- devices, files ---------------------------------------------------------------------------------------------
 
     def to(self, device: str | torch.device) -> Self:
-        """Move the tensors of this batch to `device`, in place, and return it."""
+        """Move the tensors of this batch to `device`, in place, and return it. It is then `batch.device`, too."""
         tensors = {k: v.to(device) for k, v in self.tensors.items()}
-        return self._become(self._build(len(self), tensors, self.non_tensor_batch, self.meta_info))
+        moved = self._become(self._build(len(self), tensors, self.non_tensor_batch, self.meta_info))
+        moved._device = torch.device(device)
+        return moved
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickling, which is also the file format. A view is pickled without the rest of its base tensor."""

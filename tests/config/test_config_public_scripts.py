@@ -146,6 +146,32 @@ SCRIPTS = {
         actor_rollout_ref.actor.ppo_kl_coef=1 trainer.spo.enable=False trainer.spo.mode=stateful
         trainer.gen_cache.use_gen_cache=False fault_manager.enable=True trainer.debug=False""",
     ),
+    "a custom dataset with a section of its own, features of a fork that are off, and limits of images": (
+        ("data.custom_cls.kwargs", {"cis": {"swap_offset": 2, "rows": {"seed": 7}}, "size": 5}, 5),
+        f"""algorithm.adv_estimator=grpo {MICRO} data.custom_cls.path=d.py data.custom_cls.name=MyData
+        +data.cis.swap_offset=2 +data.cis.rows.seed=7 +data.size=5 +trainer.use_dapo=False +trainer.hooks=[]
+        +actor_rollout_ref.rollout.limit_images=2 +actor_rollout_ref.rollout.limit_videos=1
+        trainer.tensorboard_dir=tb +model.trust_remote_code=True""",
+    ),
+    "one teacher, in the section of older releases": (
+        ("distillation.teacher_models.teacher_model.model_path", "Qwen/Qwen3-32B", 5),
+        f"""algorithm.adv_estimator=grpo {MICRO} distillation.enabled=True distillation.num_workers=4
+        distillation.teacher_model.model_path=Qwen/Qwen3-32B distillation.teacher_model.enable_resource_pool=True
+        distillation.teacher_model.n_gpus_per_node=4 distillation.teacher_model.inference.name=sglang
+        distillation.teacher_backend=fsdp +distillation.teacher_fsdp_config.param_offload=False
+        distillation.distillation_loss.loss_mode=k1 distillation.distillation_loss.use_policy_gradient=True""",
+    ),
+    "deepspeed, which runs as fsdp": (
+        ("critic.strategy", "fsdp", 3),
+        f"""algorithm.adv_estimator=gae {MICRO} actor@actor_rollout_ref.actor=ds_actor critic=ds_critic
+        critic.ppo_micro_batch_size_per_gpu=2 actor_rollout_ref.actor.deepspeed.zero_stage=2
+        critic.deepspeed_config.zero_stage=2 critic.deepspeed_config.offload=cpu""",
+    ),
+    "the configuration of a multi-turn example, by its name": (
+        ("actor_rollout_ref.rollout.multi_turn.max_assistant_turns", 4, 0),
+        f"""--config-path=examples/sglang_multiturn/config --config-name=search_multiturn_grpo {KL_LOSS} {MICRO}
+        algorithm.adv_estimator=grpo""",
+    ),
     "the keys that are used most": (
         ("actor_rollout_ref.actor.checkpoint.save_contents", ["model", "optimizer", "extra", "hf_model"], 0),
         f"""{KL_LOSS} {MICRO}

@@ -118,6 +118,12 @@ VALUES = {
     # in the wrong section
     "data.reward_function=a": "did you mean reward_function?",
     "foo.use_rm=true": "unknown key",
+    "+algorithm.filter_group.enable=true": "unknown key; did you mean algorithm.filter_groups",
+    "+data.custom_cl.path=false": "unknown key; did you mean data.custom_cls",
+    "+trainer.resume_mod=false": "unknown key; did you mean trainer.resume_mode",
+    "+trainer.my_flag=true": "unknown key (",
+    "trainer.my_flag=false": "unknown key (",
+    "atropos.port=8000": "agents of other programs are served by rollout.mode=server",
     "model.imports=[a]": "unknown key",
     "data.suffix=a": "custom function or class as data.custom_cls.kwargs.suffix=...",
     "algorithm.my_temperature=1": "as algorithm.adv_kwargs.my_temperature=...",
@@ -228,7 +234,7 @@ def test_unknown_keys_name_the_nearest():
 @pytest.mark.parametrize("override", VALUES)
 def test_values(override):
     (problem,) = problems(override)
-    assert problem.startswith(override.split("=")[0])
+    assert problem.startswith(override.split("=")[0].lstrip("+"))
     assert VALUES[override] in problem
 
 

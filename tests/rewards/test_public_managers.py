@@ -332,18 +332,25 @@ class Hides:
 CALL = 'self.compute_score(item["data_source"], text, item["reward_model"]["ground_truth"])'
 
 
-@pytest.mark.parametrize(("read", "scores"), [(CALL + '["score"]', [0.0, 0.0, 0.0]), (CALL, [1.0, 0.0, 1.0])])
-def test_an_error_that_a_manager_hides_is_one_warning(tokenizer, tmp_path, caplog, read, scores):  # noqa: F811
+@pytest.mark.parametrize(
+    ("read", "scores", "said"),
+    [
+        (CALL + '["score"]', [0.0, 0.0, 0.0], "returned scores from 0 to 1"),
+        (CALL.replace("text", "None"), [0.0, 0.0, 0.0], "raised in 3 calls"),
+        (CALL, [1.0, 0.0, 1.0], None),
+        ("0.5", [0.5, 0.5, 0.5], None),  # scores that are the manager's own: what the function would say is no matter
+        ("len(text)", [1.0, 1.0, 1.0], None),
+    ],
+)
+def test_an_error_that_a_manager_hides_is_one_warning(tokenizer, tmp_path, caplog, read, scores, said):  # noqa: F811
     (tmp_path / "managers.py").write_text(HIDES.format(read=read))
     manager = load_reward_manager(tokenizer, manager="Hides", manager_path=str(tmp_path / "managers.py"))
     with caplog.at_level(logging.WARNING):
         assert manager(PUBLIC_BATCH).sum(1).tolist() == scores
         assert torch.equal(manager(PUBLIC_BATCH), manager(PUBLIC_BATCH))
-    messages = [record.message for record in caplog.records if "except clause" in record.message]
-    assert len(messages) == (scores == [0.0] * 3)
-    assert all(
-        "Hides.__call__ gave every sample of a batch the reward 0" in m and "scores from 0 to 1" in m for m in messages
-    )
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == (said is not None)
+    assert all("Hides.__call__ gave every sample of a batch the reward 0" in m and said in m for m in messages)
 
 
 def test_equal_scores_alone_are_no_warning(tokenizer, tmp_path, caplog):  # noqa: F811

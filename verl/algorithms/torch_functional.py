@@ -1,6 +1,7 @@
 """Tensor functions under the names and with the arguments of public verl's `verl.utils.torch_functional`."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ __all__ = [
     "clip_by_value",
     "compute_position_id_with_mask",
     "entropy_from_logits",
+    "entropy_from_logits_with_chunking",
     "get_response_mask",
     "logprobs_from_logits",
     "masked_mean",
@@ -23,6 +25,7 @@ __all__ = [
     "pad_2d_list_to_length",
     "pad_sequence_to_length",
     "postprocess_data",
+    "tokenize_and_postprocess_data",
 ]
 
 
@@ -67,6 +70,11 @@ def logprobs_from_logits(logits: torch.Tensor, labels: torch.Tensor, inplace_bac
     """
     logits = _masked.at_least_float32(logits)
     return logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+def entropy_from_logits_with_chunking(logits: torch.Tensor, chunk_size: int = 2048) -> torch.Tensor:
+    """Entropy of each position: logits (B, V) -> (B,), `chunk_size` positions at a time, which needs less memory."""
+    return torch.cat([entropy_from_logits(chunk) for chunk in logits.split(chunk_size)])
 
 
 # ---- padding --------------------------------------------------------------------------------------------------------
@@ -116,3 +124,12 @@ def postprocess_data(
     first, last = head[truncation], max_length - head[truncation]
     indices = torch.tensor([*range(first), *range(length - last, length)], device=input_ids.device)
     return input_ids.index_select(-1, indices), attention_mask.index_select(-1, indices)
+
+
+def tokenize_and_postprocess_data(
+    prompt: str, tokenizer: Any, max_length: int, pad_token_id: int, left_pad: bool = True, truncation: str = "error"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask (1, max_length) of a text, padded or truncated as by `postprocess_data`."""
+    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    ids, mask = encoded["input_ids"], encoded["attention_mask"]
+    return postprocess_data(ids, mask, max_length, pad_token_id, left_pad, truncation)

@@ -57,7 +57,7 @@ class _AutoPadding(type):
     @auto_padding.setter
     def auto_padding(cls, enabled: bool) -> None:
         if not isinstance(enabled, bool):
-            raise ValueError(f"DataProtoConfig.auto_padding: expected True or False, found {enabled!r}")
+            raise DataProtoValidationError(f"DataProtoConfig.auto_padding: expected True or False, found {enabled!r}")
         cls._enabled = enabled
 
 
@@ -97,6 +97,7 @@ class Containers:
         self._rows = next(iter(lengths.values()), size[0] if size else 0)
         self._tensors: dict[str, torch.Tensor] = tensors
         self._batch: TensorDict | None = None  # once `batch` was asked for, it has the tensors
+        self._device: torch.device | None = None  # of `batch`, after `to`
         self._is_emptied = hasattr(batch, "batch_size")  # without tensors, `batch` is then empty, not None
         self.non_tensor_batch: dict[str, np.ndarray] = objects
         self.meta_info: dict[str, Any] = dict(meta_info or {})
@@ -156,7 +157,7 @@ class Containers:
         if self._batch is None and (self._tensors or self._is_emptied):
             from tensordict import TensorDict
 
-            self._batch = TensorDict(self._tensors, batch_size=[self._rows])
+            self._batch = TensorDict(self._tensors, batch_size=[self._rows], device=self._device)
         return self._batch if self._batch is not None and (self._batch.keys() or self._is_emptied) else None
 
     @batch.setter
@@ -417,6 +418,25 @@ def _union(first: Any, second: Any) -> Any:
     for name, value in second.items():
         first[name] = value
     return first
+
+
+def numpy_dict_to_tensor_dict(numpy_dict: Mapping[str, np.ndarray]) -> "TensorDict":
+    """A TensorDict without batch dimensions, whose tensors share the memory of the arrays."""
+    from tensordict import TensorDict
+
+    return TensorDict({name: torch.from_numpy(array) for name, array in numpy_dict.items()})
+
+
+def type_info(value: Any) -> str:
+    """The type of a value for `get_data_info`; of a container, with the types of what it has."""
+    if isinstance(value, list):
+        return f"list[{'|'.join(sorted({type_info(entry) for entry in value[:3]})) or '...'}]"
+    if isinstance(value, tuple):
+        return f"tuple({', '.join(map(type_info, value))})"
+    if isinstance(value, dict) and value:
+        key, entry = next(iter(value.items()))
+        return f"dict[{type_info(key)}: {type_info(entry)}]"
+    return f"ndarray{value.shape} ({value.dtype})" if isinstance(value, np.ndarray) else type(value).__name__
 
 
 def serialize_single_tensor(obj: torch.Tensor) -> tuple[str, tuple[int, ...] | str, Any]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from verl.batch.containers import DataProtoConfig
 from verl.columns import DataProtoValidationError
@@ -192,7 +193,8 @@ class Rows:
         Args:
             mini_batch_size: rows of a mini-batch; it must divide the number of rows.
             epochs: passes over the rows.
-            seed: seed of the order with `shuffle`; None takes it from torch's global generator.
+            seed: seed of the order with `shuffle`, the one of a torch DataLoader; None takes it from torch's global
+                generator.
             dataloader_kwargs: {"shuffle": True} is the same as `shuffle`; no other entry is supported.
             shuffle: a new order for each epoch.
         """
@@ -208,19 +210,23 @@ class Rows:
                 f"dataloader_kwargs: expected shuffle only, found {sorted(options)}: the rows are in memory, so remove "
                 "them"
             )
-        generator = torch.default_generator if seed is None else torch.Generator().manual_seed(seed)
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        numbers = range(len(self))
+        loader = DataLoader(numbers, mini_batch_size, shuffle=shuffle, generator=generator, collate_fn=list)
 
         def mini_batches() -> Iterator[Self]:
             for _ in range(epochs):
-                order = torch.randperm(len(self), generator=generator) if shuffle else torch.arange(len(self))
-                for start in range(0, len(self), mini_batch_size):
-                    rows = slice(start, start + mini_batch_size)
-                    yield self[order[rows]] if shuffle else self[rows]
+                for rows in loader:  # a loader of row numbers gives the order of public verl
+                    yield self[rows] if shuffle else self[rows[0] : rows[-1] + 1]
 
         return mini_batches()  # an inner generator, so that the checks above run at the call
 
 
 # ---- helpers --------------------------------------------------------------------------------------------------------
+
+
+class _IndexError(DataProtoValidationError, TypeError):
+    """An index of a type that selects no rows: a TypeError in public verl."""
 
 
 def _require_positive(name: str, number: int) -> None:
@@ -243,7 +249,7 @@ def _row_index(item: Any, rows: int) -> np.ndarray:
     if index.shape == (0,) and not isinstance(item, np.ndarray | torch.Tensor):
         index = index.astype(np.int64)  # numpy makes an empty list a float array
     if not np.issubdtype(index.dtype, np.integer) or index.ndim > 1:
-        raise DataProtoValidationError(
+        raise _IndexError(
             f"expected a slice, integers or a mask of {rows} booleans to select rows, found {item!r}; use "
             "batch.column(name) for a column"
         )

@@ -109,8 +109,10 @@ class Reader:
                 self._ignored[key] = setting
             elif removed_section or has_field or upstream_key(key, self.schema.upstream):
                 known.append((key, setting))
-            elif setting.added and (free_key := self._free_setting(key)) and not self._misspelled(key):
+            elif setting.added and not self._misspelled(key) and (free_key := self._free_setting(key)):
                 known.append((free_key, setting))
+            elif setting.added and setting.value in (None, False, [], {}) and not self._nearest(key, setting):
+                self._ignored[key] = setting  # a fork's own feature, which is off
             else:
                 self.problems.append(Problem(setting.key, self._unknown(key, setting), setting.location))
         return known
@@ -123,16 +125,23 @@ class Reader:
 
     def _misspelled(self, key: str) -> str | None:
         """The key of the schema that a key nearly is, or that another library calls so."""
-        section, _, name = key.rpartition(".")
-        siblings = [other.rpartition(".")[2] for other in fields_of(self.schema) if other.rpartition(".")[0] == section]
-        near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.85)
-        return self._name_of_another(key) or (f"{section}.{near[0]}" if near else None)
+        sections = sections_of(self.schema)
+        section = next((above for above in _sections_above(key) if above in sections), "")
+        name = key.removeprefix(f"{section}.").partition(".")[0]  # of a section that is not known, if there is one
+        near = difflib.get_close_matches(name, self._names_below(section), n=1, cutoff=0.85)
+        return self._name_of_another(key) or (f"{section}.{near[0]}" if section and near else None)
+
+    def _nearest(self, key: str, setting: Setting) -> str | None:
+        """The key, or the alias if the setting has no other name, that a key is most likely a typo of."""
+        known, aliases = fields_of(self.schema), self.schema.aliases
+        return nearest_key(setting.key, [*known, *aliases.names()]) if key == setting.key else nearest_key(key, known)
 
     def _free_setting(self, key: str) -> str | None:
-        """The key of a parameter of a custom function or class, which a user has added to its section."""
-        section, _, name = key.rpartition(".")
-        free = _FREE_SETTINGS.get(section)
-        return f"{free}.{name}" if free in fields_of(self.schema) else None
+        """The key of a parameter of a custom function or class, which a user has added at or below its section."""
+        for section in _sections_above(key):
+            if (free := _FREE_SETTINGS.get(section)) in fields_of(self.schema):
+                return f"{free}.{key.removeprefix(f'{section}.')}"
+        return None
 
     def _without_empty(self, layer: Layer) -> Layer:
         """Drop empty sections, and OmegaConf's '???' for a value that is not set."""
@@ -281,16 +290,15 @@ class Reader:
         return next((field for field in above if field and field.is_mapping), None)
 
     def _unknown(self, key: str, setting: Setting) -> str:
-        known, aliases = fields_of(self.schema), self.schema.aliases
-        names = key.split(".")
+        known, names = fields_of(self.schema), key.split(".")
         for depth in range(1, len(names)):
             value_key = ".".join(names[:depth])
             if value_key in known:
                 return f"unknown key: {value_key} is a value ({known[value_key].expected()}), not a section"
         if key in sections_of(self.schema):
-            return f"found {format_value(setting.value)}, expected a section with the keys {self._keys_below(key)}"
-        free_key = self._free_setting(key)
-        near = nearest_key(setting.key, [*known, *aliases.names()]) if key == setting.key else nearest_key(key, known)
+            keys = ", ".join(self._names_below(key))
+            return f"found {format_value(setting.value)}, expected a section with the keys {keys}"
+        free_key, near = self._free_setting(key), self._nearest(key, setting)
         if meant := (self._misspelled(key) if setting.added else self._name_of_another(key)) or near:
             custom = f" (a parameter of a custom function of this name: {free_key})"
             return f"unknown key; did you mean {meant}?{custom if setting.added and free_key else ''}"
@@ -301,12 +309,14 @@ class Reader:
         full = [name for above in _sections_above(key) for name in sections if f".{name}".endswith(f".{above}")]
         section = full[0] if full else ""
         scope = f"keys of {section}" if section else "top-level keys"
-        return f"unknown key ({scope}: {self._keys_below(section)})"
+        return f"unknown key ({scope}: {', '.join(self._names_below(section))})"
 
-    def _keys_below(self, section: str) -> str:
+    def _names_below(self, section: str) -> list[str]:
+        """The fields and sections of a section ("": the top level), in schema order."""
         start = f"{section}." if section else ""
-        below = {key[len(start) :].split(".")[0]: None for key in fields_of(self.schema) if key.startswith(start)}
-        return ", ".join(below)
+        return list(
+            dict.fromkeys(key[len(start) :].split(".")[0] for key in fields_of(self.schema) if key.startswith(start))
+        )
 
     def _as_declared(self, key: str, setting: Setting) -> Setting:
         """A string field takes the value as written, not as YAML reads it (012 is not a number there).
@@ -332,7 +342,7 @@ def ignored_notes(ignored: Layer, schema: str | None) -> list[str]:
         entry = ignored_key(key, schema, has_field=False)
         if setting.value != REMOVED and not (entry and entry.is_default(setting.value)):
             section, _, name = key.rpartition(".")
-            reason = f": {entry.instead}" if entry and entry.tells_reason else ""
+            reason = f": {entry.instead}" if entry and entry.tells_reason else "" if entry else ": not known, and off"
             names.setdefault(reason, {}).setdefault("_target_" if name == "_target_" else section, []).append(
                 setting.key
             )

@@ -222,6 +222,13 @@ class RowImage:
         return MediaError(f"{self.location}{f' ({path:.100})' if has_name else ''}: {problem}")
 
 
+def process_image(image: Any, image_patch_size: int = 14) -> "Image":
+    """The image of a source in RGB, under the name of public verl. Limits of a dict (min_pixels, max_pixels) apply;
+    the size in patches is left to the processor of the model."""
+    limits = {name: image.get(name) for name in ("min_pixels", "max_pixels")} if isinstance(image, Mapping) else {}
+    return RowImage(image, "process_image", limits=ImageLimits(**limits)).decode()
+
+
 # ---- bytes of images and videos --------------------------------------------------------------------------------------
 
 

@@ -43,8 +43,6 @@ from verl.rewards.sandbox.pool import Limits, Outcome, ProcessPool, describe_err
 
 logger = logging.getLogger(__name__)
 
-_COMPARED = 16  # samples
-
 
 class ColumnsRewardManager(RewardManager):
     """Calls a function of the whole batch, or a manager of public verl, and checks what it returns.
@@ -52,19 +50,24 @@ class ColumnsRewardManager(RewardManager):
     Args:
         compute_score: A function or callable object with the parameter `batch` or `data`.
         scores_with: The reward function that a manager calls; for messages. Default: `compute_score`.
+        calls: The same function, as the manager has it, which remembers what it returned. Default: unknown.
         **kwargs: Arguments of RewardManager. There is one call per batch: `on_error` and `retries` do not apply, and
             `timeout` limits the whole batch, in a worker process.
     """
 
     forms = COLUMN_FORMS
 
-    def __init__(self, *args: Any, scores_with: ScoreFunction | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        scores_with: ScoreFunction | None = None,
+        calls: "RecordedFunction | None" = None,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
-        self._call = self.compute_score
-        self._comparisons = 0
+        self._call, self._calls = self.compute_score, calls
         if scores_with is not None:
             self.compute_score = scores_with
-            self._comparisons = 3 if scores_with.form == "sample" else 0
         for name, default in (("on_error", "raise"), ("retries", 0)):
             if (value := getattr(self, name)) != default:
                 logger.warning("reward.%s=%s has no effect: %s scores whole batches", name, value, self._call.location)
@@ -77,33 +80,25 @@ class ColumnsRewardManager(RewardManager):
                 raise self._error(f"returned a dict without 'reward_tensor': it has {', '.join(map(repr, returned))}")
             returned, extra = returned["reward_tensor"], returned.get("reward_extra_info") or {}
         rewards = self._rewards(data, returned)
-        if self._comparisons and len(data) > 1 and rewards.sum(1).unique().numel() == 1:
-            self._compare(data[:_COMPARED], rewards[0].sum().item())
+        if self._calls is not None:
+            self._check_calls(rewards.sum(1))
         if not return_dict:
             return rewards
         values = {name: self._values(name, extra[name], len(data)) for name in extra}
         return {**reward_result(data, rewards, [], 0), "reward_extra_info": values}
 
-    def _compare(self, data: DataProto, reward: float) -> None:
-        """Warn if a manager that gave all samples of a batch one reward hides what its reward function says."""
-        self._comparisons -= 1
-        direct = managers.NaiveRewardManager(
-            self.tokenizer,
-            self.compute_score,
-            reward_fn_key=self.reward_fn_key,
-            timeout=self.timeout,
-            on_error="count",
-            isolation=self.isolation.mode,
-        )(data, return_dict=True)
-        scores, failed = direct["reward_tensor"].sum(1), direct["metrics"]["reward/failed_rows"]
-        if failed or scores.unique().numel() > 1:
-            self._comparisons = 0
-            raised = f"raises for {failed:g} of {len(data)} of them" if failed else "does not"
-            logger.warning(
-                "reward manager %s gave every sample of a batch the reward %g, and its reward function %s %s (scores "
-                "from %g to %g): an except clause of the manager may hide an error",
-                *(self._call.name, reward, self.compute_score.location, raised, scores.min(), scores.max()),
-            )
+    def _check_calls(self, rewards: torch.Tensor) -> None:
+        """Warn if a manager that gave all samples of a batch one reward hides what its reward function said."""
+        scores, failed = self._calls.take()
+        if len(rewards) < 2 or rewards.unique().numel() > 1 or not (failed or len(set(scores)) > 1):
+            return
+        self._calls = None
+        said = f"raised in {failed} calls" if failed else f"returned scores from {min(scores):g} to {max(scores):g}"
+        logger.warning(
+            "reward manager %s gave every sample of a batch the reward %g, and its reward function %s %s: an except "
+            "clause of the manager may hide an error",
+            *(self._call.name, rewards[0], self.compute_score.location, said),
+        )
 
     def _call_function(self, data: DataProto) -> Any:
         """Call the function with a copy of the batch, which it may change. Returns its result."""
@@ -324,7 +319,8 @@ def create_public_manager(
     called = replace(function, func=default_compute_score) if is_default else function
     isolation = Isolation(kwargs.get("isolation", "none"), kwargs.get("memory_limit_mb"))
     compute_score = _called_by_manager(called, isolation, kwargs.get("timeout"))
-    arguments = {"tokenizer": tokenizer, "compute_score": compute_score}
+    calls = None if scores_samples or called.is_async else RecordedFunction(compute_score)
+    arguments = {"tokenizer": tokenizer, "compute_score": calls or compute_score}
     if scores_samples:
         config = OmegaConf.create(dict(config or {}))
         arguments |= {"config": config, "reward_router_address": None, "reward_model_tokenizer": None}
@@ -341,7 +337,7 @@ def create_public_manager(
     function = _with_rule_if_any(function)
     if scores_samples:
         return SingleRewardManager(tokenizer, function, manager=manager, **common, **shared)
-    return ColumnsRewardManager(tokenizer, manager, scores_with=function, **common, **shared)
+    return ColumnsRewardManager(tokenizer, manager, scores_with=function, calls=calls, **common, **shared)
 
 
 def _with_rule_if_any(function: ScoreFunction) -> ScoreFunction:
@@ -358,6 +354,35 @@ def _with_rule_if_any(function: ScoreFunction) -> ScoreFunction:
 
     routed = replace(function, route=rule_if_any)
     return routed
+
+
+class RecordedFunction:
+    """A reward function that a manager calls, which remembers its scores and errors. A copy in another process has
+    its own."""
+
+    def __init__(self, function: Callable):
+        self._function, self._scores, self._failed = function, [], 0
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            returned = self._function(*args, **kwargs)
+        except Exception:
+            self._failed += 1
+            raise
+        score = returned.get("score") if isinstance(returned, Mapping) else returned
+        if isinstance(score, int | float):
+            self._scores.append(float(score))
+        return returned
+
+    def take(self) -> tuple[list[float], int]:
+        """The scores since the last call, and how many calls raised."""
+        taken = self._scores, self._failed
+        self._scores, self._failed = [], 0
+        return taken
+
+    def __reduce__(self) -> tuple:
+        return RecordedFunction, (self._function,)
 
 
 class IsolatedFunction:

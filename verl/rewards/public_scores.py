@@ -7,6 +7,7 @@ from typing import Any
 from verl.registry import load_object
 from verl.rewards.resolve import rule_for
 from verl.rewards.rules import gsm8k
+from verl.rewards.rules.accuracy import SEARCH_R1, match_normalized
 from verl.rewards.rules.maths import geo3k, is_equivalent, math_dapo
 from verl.utils.boxed import last_boxed
 
@@ -71,6 +72,31 @@ def gsm8k_score(
 def geo3k_score(solution_str: str, ground_truth: str, format_score: float = 0.1, **kwargs: Any) -> float:
     """Answer in a box and format, as for the data source `hiyouga/geometry3k`."""
     return geo3k("", solution_str, ground_truth, format_score=format_score)["score"]
+
+
+def answer_in_tags(solution_str: str) -> str | None:
+    """The text of the last <answer>...</answer> of a response; None if there is none."""
+    return SEARCH_R1.check(solution_str, ["-"]).answer.text
+
+
+def exact_match(prediction: str, golden_answers: Any) -> int:
+    """1 if the text equals one of the accepted answers without case, punctuation and articles, else 0."""
+    answers = [golden_answers] if isinstance(golden_answers, str) else golden_answers
+    return int(any(match_normalized(prediction, answer) for answer in answers))
+
+
+def search_score(
+    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """`score` for an accepted answer in the last tags, `format_score` for another one, 0 without tags.
+
+    Args:
+        ground_truth: {"target": [...]}.
+    """
+    answer = answer_in_tags(solution_str)
+    if answer is None:
+        return 0.0
+    return score if exact_match(answer, ground_truth["target"]) else format_score
 
 
 def math_score(solution_str: str, ground_truth: str, **kwargs: Any) -> float:

@@ -12,6 +12,7 @@ COMMANDS = {
     "one_step_off_policy": main_of("one_step_off_ppo_trainer"),
     "partial_rollout": main_of("partial_rollout_trainer"),
     "async_flow": main_of("async_grpo"),
+    "reward_queue": main_of("fully_async_ppo_trainer"),
 }
 
 if __name__ == "__main__":

@@ -161,3 +161,8 @@ def calculate_workload(seqlen_list: Any) -> Any:
 def ceildiv(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)
+
+
+def roundup_divisible(a: int, b: int) -> int:
+    """The least multiple of `b` that is at least `a`."""
+    return ceildiv(a, b) * b

@@ -137,6 +137,11 @@ def auto_set_device(config: Any) -> None:
         config.trainer.device = "cuda"
 
 
+def is_torch_npu_available(check_device: bool = True) -> bool:
+    """False: devices are NVIDIA GPUs or the CPU."""
+    return False
+
+
 def __getattr__(name: str) -> bool:
     if name == "is_cuda_available":  # evaluated at use, not at import
         return torch.cuda.is_available()

@@ -64,6 +64,9 @@ def get_ppo_ray_runtime_env(config: Any = None) -> dict[str, Any]:
     return {"env_vars": {name: value for name, value in variables.items() if name not in os.environ}}
 
 
+PPO_RAY_RUNTIME_ENV = get_ppo_ray_runtime_env()
+
+
 def get_event_loop() -> asyncio.AbstractEventLoop:
     """The event loop of this thread; a new one if it has none."""
     try:

@@ -17,6 +17,19 @@ from verl.utils.balance import calculate_workload, get_reverse_idx, get_seqlen_b
 # ---- validation -----------------------------------------------------------------------------------------------------
 
 
+def _compute_response_info(batch: DataProto) -> dict[str, torch.Tensor]:
+    """The mask (B, T) of the attended tokens of responses, and the lengths (B,) of prompts and responses."""
+    width = batch.batch["responses"].shape[-1]
+    prompt_mask, response_mask = batch.batch["attention_mask"].split(
+        [batch.batch["attention_mask"].shape[-1] - width, width], -1
+    )
+    return {
+        "response_mask": response_mask,
+        "prompt_length": prompt_mask.sum(-1).float(),
+        "response_length": response_mask.sum(-1).float(),
+    }
+
+
 def bootstrap_metric(
     data: Sequence[Any],
     subset_size: int,
