@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 COLUMNS = ("choices", "options")
-_LABEL = re.compile(r"(?:^|\s+,?\s*)\(?([A-Za-z])\s?[).:]\s*")  # of "A)4", and in "a ) 4 , b ) 5"
+_LABEL = re.compile(r"(?<!\S)\(?([A-Za-z])\s?[).:]\s*")  # of "A)4", and in "a ) 4 , b ) 5"
 
 
 def read_choices(row: Mapping[str, Any]) -> dict[str, str]:
@@ -23,9 +23,9 @@ def read_choices(row: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             _, *parts = _LABEL.split(value)
-            value = dict(zip(parts[::2], parts[1::2]))
+            value = dict(zip(parts[::2], (part.rstrip(" ,") for part in parts[1::2])))
     if isinstance(value, Mapping) and "text" in value:
         labels = value.get("label")
         value = dict(zip(string.ascii_uppercase if labels is None else labels, value["text"]))
