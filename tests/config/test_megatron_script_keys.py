@@ -1,7 +1,6 @@
 """Keys of public verl's scripts for Megatron, asynchronous training and reward models: what each one sets here."""
 
 import logging
-import re
 import shlex
 
 import pytest
@@ -123,12 +122,12 @@ def test_the_key_that_a_key_of_public_verl_sets(line, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "key"),
     [
-        (f"{TRANSFORMER}recompute_modules=false", f"{TRANSFORMER}recompute_modules"),
+        (f"{TRANSFORMER}recompute_modules=false", "recompute_modules"),
         ("critic.optim.lr=high critic.optim.min_lr=1e-6", "critic.optim.min_lr"),
     ],
 )
 def test_a_value_of_the_wrong_type_beside_a_computed_one_is_a_problem(line, key):
-    with pytest.raises(ConfigError, match=rf"{re.escape(key)} .*: it, or a key that it depends on, has the wrong type"):
+    with pytest.raises(ConfigError, match=rf"{key} .*: it, or a key that it depends on, has the wrong type"):
         load(line)
 
 
