@@ -1,9 +1,12 @@
 """python -m verl: the command `verl`. A missing package is named with the command that installs it."""
 
+import atexit
+import gc
 import sys
 
 
 def main() -> None:
+    atexit.register(gc.freeze)  # at its end, Python would search the objects of torch for garbage for seconds
     try:
         from verl.cli.app import app
     except ModuleNotFoundError as error:

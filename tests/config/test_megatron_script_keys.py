@@ -119,6 +119,18 @@ def test_the_key_that_a_key_of_public_verl_sets(line, monkeypatch):
     assert {key: found[key] for key in SETS[line]} == SETS[line]
 
 
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        (f"{TRANSFORMER}recompute_modules=false", "recompute_modules"),
+        ("critic.optim.lr=high critic.optim.min_lr=1e-6", "critic.optim.min_lr"),
+    ],
+)
+def test_a_value_of_the_wrong_type_beside_a_computed_one_is_a_problem(line, key):
+    with pytest.raises(ConfigError, match=rf"{key} .*: it, or a key that it depends on, has the wrong type"):
+        load(line)
+
+
 WITHOUT_EFFECT = (
     *(f"{TRANSFORMER}use_{name}=True" for name in ("flash_attn", "fused_rmsnorm", "fused_swiglu", "naive_l2norm")),
     *(f"{TRANSFORMER}{key}" for key in ("attention_softmax_in_fp32=True", "context_parallel_algo=ring", "dsa_topk=4")),

@@ -8,10 +8,12 @@ import pytest
 
 from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.data.forms import as_messages, read_prompt_column
+from verl.data.messages import with_system
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.evaluation.prompts import PromptSet
 from verl.evaluation.score import read_responses
+from verl.recipe.dpo.dataset import PreferenceDataset
 
 PAGE = Path(__file__).parents[2] / "docs" / "data_format.md"
 USER = {"role": "user", "content": "What is 2+3?"}
@@ -152,6 +154,73 @@ def test_text_that_only_looks_like_a_chat_is_text():
         assert as_messages(text) == text
     image = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
     assert as_messages(image) == image
+
+
+LIST, LABELED = ["4", "5"], {"text": ["4", "5"], "label": ["A", "B"]}
+BRIEF, CALL = {"role": "system", "content": "Be brief."}, {"name": "add", "arguments": {}}
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "expected"),
+    [
+        ("MMLU-Pro", {"options": LIST}, "A. 4\nB. 5"),
+        ("MedQA", {"options": {"A": "4", "B": "5", "C": None}}, "A. 4\nB. 5"),
+        ("AQuA-RAT", {"options": ["A)4", "B)5"]}, "A. 4\nB. 5"),
+        ("MathQA", {"options": "a ) 4 , b ) 5"}, "a. 4\nb. 5"),
+        ("CommonsenseQA", {"choices": LABELED}, "A. 4\nB. 5"),
+        ("JSON text", {"choices": json.dumps(LIST)}, "A. 4\nB. 5"),
+        ("a chat", {"question": [USER], "choices": LIST}, "A. 4\nB. 5"),
+        ("named in the chat", {"question": [{**USER, "content": "What is 2+3?\n4 or 5"}], "choices": LIST}, "4 or 5"),
+        ("settings of a custom dataset", {"options": {"depth": [1]}}, None),
+        ("Dolly", {"instruction": "What is 2+3?", "question": None, "context": "By hand."}, "\nBy hand."),
+    ],
+)  # fmt: skip
+def test_what_a_row_has_beside_its_prompt_is_read(form, row, expected):
+    row = {"question": "What is 2+3?", **row}
+    prompt = read_prompt_column(row, "question" if row["question"] else "instruction")
+    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    assert text == "\n".join(filter(None, ["What is 2+3?", expected]))
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "system"),
+    [
+        ("system", "Be brief.", "Be brief."),  # OpenThoughts, orca_dpo_pairs, ToolACE
+        ("system_prompt", "Be brief.", "Be brief."),  # OpenOrca
+        ("system_prompt", None, None),  # OpenHermes
+        ("system", "", None),
+        ("system", {"os": "linux"}, None),
+    ],
+)
+def test_the_system_prompt_of_a_column_is_read_by_training_sft_and_preferences(
+    column, value, system, path, chat_tokenizer
+):
+    more, found = {column: value}, {}
+    found["train"] = RLHFDataset(path({"question": "What is 2+3?", "answer": "5"}, **more), chat_tokenizer)[0]
+    found["chat"] = SFTDataset(path({"conversations": SHAREGPT}, **more), chat_tokenizer)[0]
+    found["sft"] = SFTDataset(path({"question": "What is 2+3?", "response": "5"}, **more), chat_tokenizer)[0]
+    pair = {"question": "What is 2+3?", "chosen": "5", "rejected": "6"}
+    found["preference"] = PreferenceDataset(path(pair, **more), chat_tokenizer)[0]["samples"][1]
+    for use, item in found.items():
+        text = chat_tokenizer.decode(item["prompt_ids"])
+        assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>" if system else "<|im_start|>user"), use
+    own = [{**BRIEF, "content": "Think."}, USER]
+    assert with_system(own, more) == own
+    assert with_system("2+3=", more) == ("Be brief.\n\n2+3=" if system else "2+3=")
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"role": "User", "content": "a"}, {"role": "user", "content": "a"}),
+        ({"from": "GPT", "value": "a"}, {"role": "assistant", "content": "a"}),
+        ({"role": "critic", "content": "a"}, {"role": "critic", "content": "a"}),
+        ({"from": "function_call", "value": json.dumps(CALL)}, {**TURN, "content": None, "tool_calls": [CALL]}),
+        ({"from": "function_call", "value": "f()"}, {"role": "assistant", "content": "f()"}),
+    ],
+)  # fmt: skip
+def test_roles_and_calls_are_those_of_templates(message, expected):
+    assert as_messages([message]) == [expected]
 
 
 def test_choices_that_the_prompt_names_are_not_repeated():

@@ -4,6 +4,7 @@ import base64
 import json
 import pickle
 import re
+import resource
 import time
 import zlib
 from pathlib import Path
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 from verl.rewards import default_compute_score
-from verl.rewards.sandbox.code_forms import extract_code, with_imports
+from verl.rewards.sandbox import code_forms
+from verl.rewards.sandbox.code_forms import extract_code, read_tests, with_imports
 from verl.rewards.sandbox.code_tests import code_reward
 
 slow = pytest.mark.slow
@@ -23,9 +25,13 @@ def score(code: str, tests, extra_info=None) -> float:
     return code_reward("apps", f"Here:\n```python\n{code}\n```\n", tests, extra_info)["score"]
 
 
+def compressed(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data)).decode()
+
+
 def published(tests) -> str:
     """As the private tests of LiveCodeBench are published."""
-    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests)))).decode()
+    return compressed(pickle.dumps(json.dumps(tests)))
 
 
 # ---- forms ----------------------------------------------------------------------------------------------------------
@@ -233,14 +239,31 @@ def test_a_row_that_cannot_be_scored_is_refused(name):
         score("def f(x):\n    return 2\ndef unused():\n    pass", tests)
 
 
-def test_compressed_tests_are_read_as_plain_data(tmp_path):
-    class Runs:
-        def __reduce__(self):
-            return Path.touch, (tmp_path / "ran",)
+PICKLED = pickle.dumps(json.dumps({"inputs": ["1"], "outputs": ["2"]}))
 
-    with pytest.raises(ValueError, match="expected plain data in the compressed tests"):
-        score(F, base64.b64encode(zlib.compress(pickle.dumps(Runs()))).decode())
-    assert not (tmp_path / "ran").exists()
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.dumps(Path.touch),
+        pickle.dumps([1, 2]),
+        b"K\x01r\x00\x00\x00\x40.",  # fills a memo of 2**31 entries, if it is unpickled
+        b"\x8e" + (1 << 62).to_bytes(8, "little"),  # a text of 2**62 bytes
+        PICKLED[:-5],
+        b"",
+        b"no pickle",
+        b"[" * 100_000,
+        b"[" + b" " * (1 << 20) + b"]",  # more than the limit
+    ],
+    ids=range(9),
+)
+def test_compressed_tests_are_one_text_and_nothing_is_unpickled(data, monkeypatch):
+    monkeypatch.setattr(code_forms, "_MOST_BYTES", 1 << 20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=r"^code: "):
+        read_tests(compressed(data))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (200 << 10)
+    assert read_tests(compressed(PICKLED)) == read_tests(compressed(pickle.loads(PICKLED).encode()))
 
 
 def test_by_data_source():

@@ -4,6 +4,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from verl.rewards import resolve_reward_function
@@ -28,6 +29,25 @@ def test_letters_end_with_the_choices_and_their_texts_count():
 def test_the_reference_is_a_letter_or_a_position(truth):
     assert multiple_choice("mmlu", "The answer is B", truth) == {"score": 1.0, "acc": 1.0, "pred": "B"}
     assert multiple_choice("mmlu", "The answer is C", truth)["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"choices": ["Rome", "Paris"]},
+        {"options": ["Rome", "Paris"]},  # MMLU-Pro
+        {"options": ["A)Rome", "B)Paris"]},  # AQuA-RAT
+        {"options": {"A": "Rome", "B": "Paris"}},  # MedQA
+        {"options": "a ) Rome , b ) Paris"},  # MathQA
+        {"choices": {"text": np.array(["Rome", "Paris"]), "label": np.array(["A", "B"])}},  # ARC, of parquet
+    ],
+)
+def test_choices_are_read_in_all_their_forms(choices):
+    for truth in ("B", "Paris"):
+        scores = [
+            multiple_choice("mmlu", f"The answer is {text}.", truth, choices)["score"] for text in ("Paris", "Rome")
+        ]
+        assert scores == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -81,13 +81,15 @@ def _read_texts(config: Any, rows: Any) -> tuple[list[int], Any, list[str]]:
     """(no lengths, the first prompt, the bad rows)."""
     from verl.data.columns import reward_model
     from verl.data.forms import read_prompt_column
+    from verl.data.messages import with_system
     from verl.data.tokenization import read_prompt
 
     section, prompts, bad = config.data, [], []
     for index, row in enumerate(rows):
         try:
             prompt = read_prompt_column(row, section.prompt_key)
-            prompts.append(read_prompt(prompt, section.prompt_format, False, rows.location(index)))
+            prompt = read_prompt(prompt, section.prompt_format, False, rows.location(index))
+            prompts.append(with_system(prompt, row))
             reward_model(row, rows.location(index), section.ground_truth_key)
         except ValueError as error:
             bad.append(str(error))

@@ -211,8 +211,10 @@ class Reader:
             elif setting.value is not None:
                 try:
                     values = computed[key](setting.value, lookup)
-                except ValueError as error:
-                    self.problems.append(Problem(key, str(error), setting.location))
+                except (ValueError, TypeError) as error:
+                    text = f"found {setting.value!r}: it, or a key that it depends on, has the wrong type ({error})"
+                    text = text if isinstance(error, TypeError) else str(error)
+                    self.problems.append(Problem(key, text, setting.location))
                     continue
                 for meant, value in values.items():
                     changed = meant != key or value != setting.value

@@ -5,9 +5,11 @@ These are the only names: training, SFT, generation and evaluation find their co
 
 import json
 import logging
-import string
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from verl.utils.choices import COLUMNS as CHOICES
+from verl.utils.choices import read_choices
 
 logger = logging.getLogger("verl.data")
 
@@ -18,7 +20,15 @@ TRUTHS = (
     *("test", "tests", "test_cases", "input_output", "solution"),
 )
 RESPONSES = ("response", "completion", "output", "solution", "answer", "answers", "chosen")
+SYSTEMS = ("system", "system_prompt")
+_INPUTS = ("input", "context")  # the rest of an instruction (Alpaca, Dolly)
+_TOOLS = ("function", "functions")
+_UNREAD = ("context", "passage", "article", "history", "starter_code")
+#: columns beside the prompt that belong to it, or may belong to it
+COMPANIONS = {*SYSTEMS, *CHOICES, *_TOOLS, *_UNREAD}
 _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "observation": "tool"}
+_STANDARD_ROLES = ("system", "user", "assistant", "tool")
+_CALLS = ("function_call", "tool_call")  # roles of messages that are a tool call, as JSON text
 
 
 def find_column(columns: Sequence[str], names: Sequence[str], key: str) -> str:
@@ -28,7 +38,8 @@ def find_column(columns: Sequence[str], names: Sequence[str], key: str) -> str:
 
 def as_messages(value: Any) -> Any:
     """A chat as messages with role and content: JSON text is parsed, `from` and `value` (ShareGPT) are renamed, text
-    parts (OpenAI) are joined, and a list with one chat (BFCL) is that chat. Other values are returned as they are."""
+    parts (OpenAI) are joined, calls get their place, and a list with one chat (BFCL) is that chat. Other values are
+    returned as they are."""
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         try:
             decoded = json.loads(value)
@@ -48,33 +59,61 @@ def _as_message(message: Mapping[str, Any]) -> dict[str, Any]:
     message = dict(message)
     if "from" in message and message.get("role") is None:
         role = message.pop("from")
+        role = role.lower() if isinstance(role, str) else role
         message |= {"role": _ROLES.get(role, role), "content": message.pop("value", None)}
+    role = message.get("role")
+    if isinstance(role, str) and role.lower() in _STANDARD_ROLES:
+        message["role"] = role.lower()
+    if role in _CALLS:
+        message |= {"role": "assistant"} | _read_calls(message.get("content"))
     parts = message.get("content")
     if isinstance(parts, list) and parts and all(isinstance(p, Mapping) and p.get("type") == "text" for p in parts):
         message["content"] = "".join(str(part.get("text", "")) for part in parts)
     return message
 
 
+def _read_calls(text: Any) -> dict[str, Any]:
+    """The tool calls of a message that is one, as JSON text; a text that is none stays the content."""
+    try:
+        calls = json.loads(text)
+    except (TypeError, ValueError):
+        return {"content": text}
+    return {"content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
+
+
 def read_prompt_column(row: Mapping[str, Any], column: str) -> Any:
-    """The prompt of a row: text, with the `input` of Alpaca and with `choices` that it does not name, or messages."""
+    """The prompt of a row: text or messages, with choices that it does not name, and the `input` of an instruction."""
     prompt = as_messages(row[column])
-    if not isinstance(prompt, str):
-        return prompt
-    if column == "instruction" and isinstance(row.get("input"), str) and row["input"].strip():
-        prompt = f"{prompt}\n\n{row['input']}"
-    choices = row.get("choices") or ()
-    labels = choices.get("label", ()) if isinstance(choices, Mapping) else string.ascii_uppercase
-    texts = [str(text) for text in (choices.get("text", ()) if isinstance(choices, Mapping) else choices)]
-    if not all(text in prompt for text in texts):
-        prompt += "".join(f"\n{label}. {text}" for label, text in zip(labels, texts))
+    if isinstance(prompt, str):
+        inputs = [row.get(name) for name in _INPUTS] if column == "instruction" else []
+        prompt = "\n\n".join([prompt, *(text for text in inputs if isinstance(text, str) and text.strip())])
+        return prompt + _missing_choices(row, prompt)
+    last = prompt[-1] if isinstance(prompt, list) and prompt else None
+    if isinstance(last, Mapping) and last.get("role") == "user" and isinstance(last.get("content"), str):
+        prompt = [*prompt[:-1], {**last, "content": last["content"] + _missing_choices(row, last["content"])}]
     return prompt
+
+
+def _missing_choices(row: Mapping[str, Any], prompt: str) -> str:
+    """The lines of the choices of a row, unless the prompt names all of them; "" for a row without choices."""
+    choices = read_choices(row)
+    is_named = all(text in prompt for text in choices.values())
+    return "" if is_named else "".join(f"\n{label}. {text}" for label, text in choices.items())
 
 
 def note_columns(names: str, columns: Sequence[str], used: Mapping[str, str]) -> None:
     """Log which columns are read, if they are not the default ones. used: what they are for -> column."""
-    appended = {"input": used.get("prompt") == "instruction", "choices": "prompt" in used}
-    rest = [name for name in appended if appended[name] and name in columns]
-    used = {**used, "rest of the prompt": rest[0]} if rest else used
+    companions = {
+        "rest of the prompt": _INPUTS if used.get("prompt") == "instruction" else (),
+        "choices": CHOICES if "prompt" in used else (),
+        "system prompt": SYSTEMS,
+    }
+    read = {use: name for use, names in companions.items() for name in names if name in columns}
+    used = {**used, **read}
     logger.info("%s: %s", names, ", ".join(f"{use} from column {name!r}" for use, name in used.items()))
-    for name in {"function", "functions"} & {*columns}:
+    for name in {*_TOOLS} & {*columns}:
         logger.warning("%s: tools in the column %r are not shown to the model: rename it to 'tools'", names, name)
+    for name in {*_UNREAD} & {*columns} - {*used.values()}:
+        logger.warning(
+            "%s: the column %r is not shown to the model: what it needs of it belongs into the prompt", names, name
+        )

@@ -8,6 +8,7 @@ from typing import Any
 
 from verl.agents.chat import REASONING
 from verl.agents.tools.schemas import check_tool, read_json
+from verl.data.forms import SYSTEMS
 
 Message = dict[str, Any]
 
@@ -28,9 +29,10 @@ class Chat(list):
 
 
 def with_settings(messages: Any, row: Mapping[str, Any], location: str, tools: Sequence[Any] = ()) -> Any:
-    """Messages with what the columns `tools` and `enable_thinking` of their row set. tools: those of the run. Raises
-    ValueError for a prompt of plain text, columns that cannot be used, or other tools than those of the run."""
-    settings: dict[str, Any] = {}
+    """Messages with the system prompt of their row, and with what its columns `tools` and `enable_thinking` set. tools:
+    those of the run. Raises ValueError for a prompt of plain text, columns that cannot be used, or other tools than
+    those of the run."""
+    messages, settings = with_system(messages, row), {}
     if (value := row.get("tools")) is not None and len(value):
         settings["tools"] = _read_tools(value, f"{location}: column 'tools'")
         names, expected = ({tool["function"]["name"] for tool in each} for each in (settings["tools"], tools))
@@ -44,6 +46,17 @@ def with_settings(messages: Any, row: Mapping[str, Any], location: str, tools: S
     if settings and isinstance(messages, str):
         raise ValueError(f"{location}: {', '.join(settings)}: a prompt of plain text has no such column: remove it")
     return Chat(messages, settings) if settings else messages
+
+
+def with_system(messages: Any, row: Mapping[str, Any]) -> Any:
+    """Messages or text that begin with the system prompt in a column of their row, unless the chat has one."""
+    text = next((row[name] for name in SYSTEMS if isinstance(row.get(name), str) and row[name].strip()), None)
+    if text is None:
+        return messages
+    if isinstance(messages, str):
+        return messages if messages.startswith(text) else f"{text}\n\n{messages}"
+    is_given = messages[0]["role"] in ("system", "developer")
+    return messages if is_given else [{"role": "system", "content": text}, *messages]
 
 
 def _read_tools(value: Any, location: str) -> list[dict[str, Any]]:

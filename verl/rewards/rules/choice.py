@@ -8,6 +8,7 @@ from typing import Any
 from verl.rewards.functions import register_reward
 from verl.rewards.rules.answers import extract
 from verl.rewards.rules.answers.rule import read_references
+from verl.utils.choices import read_choices
 
 _DEFAULT_COUNT = 10  # A to J, the maximum of common benchmarks
 _MARKS = r"[^A-Za-z\n]{0,6}"  # between words; bounded, so that matching time stays linear
@@ -44,13 +45,14 @@ def multiple_choice(
     Args:
         ground_truth: A letter ("B", "(b)"), the index of the correct choice counted from 0 (2 or "2"), the text of the
             choice, or one of its labels.
-        extra_info: May contain "choices": the texts, or {"text": [...], "label": [...]} as in ARC. A final answer that
-            equals a text or a label selects it.
+        extra_info: May contain "choices" or "options" (see `read_choices`). A final answer that equals a text or a
+            label selects it.
 
     Raises:
         ValueError: If the ground truth is not one of the choices.
     """
-    texts, labels = _read_choices((extra_info or {}).get("choices"))
+    choices = read_choices(extra_info or {})
+    texts, labels = [*choices.values()], [*choices]
     letter = extract_choice(solution_str, texts, labels)
     accepted = [ground_truth] if isinstance(ground_truth, int) else read_references(ground_truth, "multiple_choice")
     right = float(letter in [_reference(reference, texts, labels) for reference in accepted])
@@ -118,13 +120,6 @@ def _leading_letter(short: str, letters: str) -> str | None:
     others = set(re.findall(rf"(?<![A-Za-z'])[{letters}](?![A-Za-z'])(?!\s+[a-z])", rest)) - {"I", match["letter"]}
     is_open = others or _DENIAL.search(rest) or bare.rstrip().endswith("?") or "? " in bare
     return "" if is_open else match["letter"]
-
-
-def _read_choices(choices: Any) -> tuple[list[str], list[str]]:
-    """Return the texts and the labels of "choices"."""
-    if isinstance(choices, Mapping):
-        return [str(text) for text in choices.get("text", [])], [str(label) for label in choices.get("label", [])]
-    return [str(choice) for choice in (choices if choices is not None else [])], []
 
 
 def _by_text(answer: str, choices: Sequence[str]) -> str | None:

@@ -41,13 +41,22 @@ def equal(answer: str, reference: str) -> bool:
 
 
 _GROUPED_NUMBER = re.compile(r"[-+]?(?:\\?\$\s*)?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?![\d,]).*", re.DOTALL)
-_ALL_REALS = re.compile(r'"(?:all|every)"\s*"real"(?:\s*"(?:numbers?|values?)")?(?:\s*[a-z])?|"all"\s*"reals"', re.I)
+_PHRASES = [
+    (re.compile(r'"(?:all|every)"\s*"real"(?:\s*"(?:numbers?|values?)")?(?:\s*[a-z])?|"all"\s*"reals"', re.I), r"\\R "),
+    (re.compile(r'(?<![\w"])"?no"?\s*"solutions?"(?!\s*")|"empty"\s*"set"', re.I), r"\\emptyset "),
+    (re.compile(r'"DNE"'), '"does" "not" "exist"'),
+]
+_POINT = re.compile(r"\(\s*([a-z](?:\s*,\s*[a-z])+)\s*\)\s*=\s*\((.*)\)")
 
 
 def _readings(text: str) -> list[str]:
     """A text without a preface; with commas that may group thousands, also the text without them."""
     text = _PREFACE.sub("", quote_names(text)).strip()
-    text = _strip_delimiters(_ALL_REALS.sub(r"\\R ", text).strip())
+    for pattern, replacement in _PHRASES:
+        text = pattern.sub(replacement, text)
+    if point := _POINT.fullmatch(text):  # (x,y) = (1,2)
+        text = f"({', '.join(value for _, value in sorted(zip(*map(split_elements, point.groups()))))})"
+    text = _strip_delimiters(text.strip())
     joined = join_thousands(text)
     return [joined] if joined == text or _GROUPED_NUMBER.fullmatch(text) else [joined, text]
 
@@ -109,7 +118,7 @@ def _read_choice(text: str) -> str | None:
 
 # ---- times ----------------------------------------------------------------------------------------------------------
 
-_TIME = re.compile(r'(\d{1,2})\s*:\s*(\d\d)(?::(\d\d))?\s*(?:"?([ap])\.?\s?m\.?"?\.?)?', re.IGNORECASE)
+_TIME = re.compile(r'(\d{1,2})\s*(?::\s*(\d\d)(?::(\d\d))?|(?="?[ap]))\s*(?:"?([ap])\.?\s?m\.?"?\.?)?', re.IGNORECASE)
 _RATIO = re.compile(r'(\d+)\s*(?::|"?\bto\b"?)\s*(\d+)(?:\s*(?::|"?\bto\b"?)\s*(\d+))?')
 
 
@@ -117,7 +126,11 @@ def _as_time(answer: str, reference: str) -> bool | None:
     left, right = _TIME.fullmatch(answer), _TIME.fullmatch(reference)
     if left and right:
         half = {(m[4] or "").lower() for m in (left, right)} - {""}
-        return len(half) < 2 and [int(g or 0) for g in left.groups()[:3]] == [int(g or 0) for g in right.groups()[:3]]
+        numbers = [[int(g or 0) for g in m.groups()[:3]] for m in (left, right)]
+        hours = [
+            n[0] % 12 + 12 * (half == {"p"}) if half and n[0] <= 12 else n[0] for n in numbers
+        ]  # 22:30 is 10:30 p.m.
+        return len(half) < 2 and hours[0] == hours[1] and numbers[0][1:] == numbers[1][1:]
     return False if (left and left[4]) or (right and right[4]) else None
 
 
@@ -325,6 +338,9 @@ def _as_equation(answer: str, reference: str) -> bool | None:
     if shortened != [answer, reference] and all(shortened):
         return _equal(*shortened)
     sides = [split_top(text, re.compile(r"=|\\in(?![a-z])")) for text in (answer, reference)]
+    for side in sides:
+        if len(side) == 2 and re.fullmatch("[a-df-hj-zA-Z]", side[1]):  # 3 = x
+            side.reverse()
     if len(sides[0]) == len(sides[1]) == 1 or max(len(split_elements(text)) for text in (answer, reference)) > 1:
         return None
     if len(sides[0]) > 1 and len(sides[1]) > 1:

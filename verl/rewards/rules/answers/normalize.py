@@ -9,6 +9,11 @@ Words keep their place but are marked: `\text{cm}` becomes `"cm"`, so that a lat
 import re
 import unicodedata
 
+
+def _infinity(match: re.Match) -> str:
+    return "-\\infty " if match[1] else "\\infty "
+
+
 # Applied in this order. Each entry is (pattern, replacement).
 _REWRITES = [
     (re.compile(pattern), replacement)
@@ -16,7 +21,7 @@ _REWRITES = [
         # Delimiters of formulas, emphasis and layout.
         (r"(?<!\\)\\[()\[\]](?![a-z])|\*\*(?!\d|[a-z(\[{])|`", " "),
         (r"\\(?:left|right|big|Big|bigg|Bigg)(?:l|r|m)?(?=[^a-zA-Z]|\\)\.?", ""),
-        (r"(?<!\\)\\(?:displaystyle|textstyle|limits|nolimits|,|;|:|>|quad|qquad| )|~|(?<!\\)\\\n", " "),
+        (r"(?<!\\)\\(?:displaystyle|textstyle|limits|nolimits|,|;|:|>|quad|qquad| |$)|~|(?<!\\)\\\n", " "),
         (r",\\!\s*(?=\d{3})", ""),
         (r"\\!|\\(?:no)?break\b|\\phantom\{[^{}]*\}|\\hspace\{[^{}]*\}", ""),
         (r"\\(?:textcolor|color)\s*\{[^{}]*\}|\\(?:tiny|small|normalsize|large|Large|LARGE|huge)(?![a-z])", ""),
@@ -35,6 +40,7 @@ _REWRITES = [
         (r"·|⋅|∙", r"\\cdot "),
         (r"÷", r"\\div "),
         (r"±|\+/-|\+-", r"\\pm "),
+        (r'"?(?<![\\A-Za-z])(?:(negative|minus)"?\s+"?|positive"?\s+"?)?infinity(?![A-Za-z])"?', _infinity),
         (r"∞|\\infin(?![a-z])", r"\\infty "),
         (r"∪", r"\\cup "),
         (r"∩", r"\\cap "),
@@ -44,7 +50,7 @@ _REWRITES = [
         (r"π", r"\\pi "),
         (r"√\s*\(", r"\\sqrt("),
         (r"√\s*(\d+|[a-z])", r"\\sqrt{\1}"),
-        (r"\\degree(?:s)?(?![a-z])|\^\s*\{?\s*\\circ\s*\}?|°|º", r"\\degree "),
+        (r"\\degree(?:s)?(?![a-z])|\^\s*\{?\s*\\circ\s*\}?|°", r"\\degree "),
         (r"\\(?:var)?epsilon", r"\\epsilon"),
         (r"\\(?:l|r)vert(?![a-z])|\\mid(?![a-z])|\\vert(?![a-z])", "|"),
         (r"\\langle|⟨", r"("),
@@ -53,6 +59,9 @@ _REWRITES = [
         (r"\\rbrace", r"\\}"),
         (r"\\lbrack", "["),
         (r"\\rbrack", "]"),
+        # Open intervals as ]0,1[, and half-open ones.
+        (r"\]([^\]\[(){},;]+[,;][^\]\[(){},;]+)(?=[\]\[])", r"(\1"),
+        (r"(?<=[(\[])([^\]\[(){},;]+[,;][^\]\[(){},;]+)\[", r"\1)"),
         (r"\\[lcd]dots|\\dots|\.{3,}|…", r" \\dots "),
         (r"\^\s*\{?\s*\"?(st|nd|rd|th)\"?\s*\}?", r'"\1"'),
         (r"\{\s*:\s*\}", ":"),
@@ -72,6 +81,7 @@ _REWRITES = [
         (r"(?<![\d.,}])(?<![\d,] )([1-9]\d{0,2}(?: \d{3})+)(?![\d,]| \d)", lambda match: match[1].replace(" ", "")),
     ]
 ]
+_CJK = str.maketrans("、。", ",.")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _SUPERSCRIPT = re.compile("([⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+)")
 _VULGAR = re.compile("([0-9]?)[ ]?([¼-¾⅐-⅞])")
@@ -88,7 +98,7 @@ _WORD = re.compile(r"(?<![\\A-Za-z\"])(?<!begin\{)(?<!end\{)[A-Za-z]{3,}(?![A-Za
 
 def normalize(text: str) -> str:
     """Return an answer in one spelling (see the module docstring)."""
-    text = _VULGAR.sub(_vulgar_fraction, text)
+    text = _VULGAR.sub(_vulgar_fraction, text.replace("º", "°").translate(_CJK))  # NFKC makes a letter o of º
     text = _SUPERSCRIPT.sub(lambda match: "^{" + unicodedata.normalize("NFKC", match[1]) + "}", text)
     text = unicodedata.normalize("NFKC", text).replace("−", "-").replace("–", "-").replace("⁄", "/").replace("’", "'")
     text = text.strip().replace("...", "…")
