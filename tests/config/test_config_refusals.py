@@ -313,7 +313,10 @@ def test_inputs_are_set_and_exist(tmp_path):
     data = tmp_path / "a.jsonl"
     data.write_text("{}\n")
     good = [f"data.train_files={data}", f"actor_rollout_ref.model.path={tmp_path}"]
-    assert "has no config.json" in problems(*good, extra_checks=[check_inputs])[0]
+    assert problems(*good, extra_checks=[check_inputs])[0].endswith("expected the folder of a Hugging Face model")
+    for step in (9, 10):
+        (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)
+    assert f"such as '{tmp_path}/global_step_10/actor/hugg" in problems(*good, extra_checks=[check_inputs])[0]
     (tmp_path / "config.json").write_text("{}")
     load_config(overrides=good, extra_checks=[check_inputs])
     load_config(overrides=[good[0], "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"], extra_checks=[check_inputs])
