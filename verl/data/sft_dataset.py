@@ -14,7 +14,7 @@ from verl.config.fields import Schema
 from verl.data.chat import encode_conversations
 from verl.data.dataset import DatasetConfig, Encoded, TokenizedDataset, describe_overlong, rows_to_use
 from verl.data.files import Rows, read_rows
-from verl.data.forms import CHATS, PROMPTS, RESPONSES, as_messages, note_columns, read_prompt_column
+from verl.data.forms import CHATS, PROMPTS, RESPONSES, as_messages, note_columns, read_prompt_column, usual_column
 from verl.data.images import FEWER_IMAGE_TOKENS, MediaError
 from verl.data.media import MediaPrompt
 from verl.data.messages import TRAINED, Message, with_settings
@@ -281,7 +281,7 @@ def find_sample_columns(rows: Rows, config: schema.SFTDataConfig) -> SampleColum
     if config.messages_key is not None:
         return SampleColumns(messages=rows.check_column(config.messages_key, "messages_key"))
     has_names = config.prompt_key is not None or config.response_key is not None
-    chat = next((name for name in CHATS if name in rows.columns), None)
+    chat = usual_column(rows.columns, CHATS)
     if not has_names and chat is not None:
         note_columns(rows.names, rows.columns, {"chat": chat})
         return SampleColumns(messages=chat)
@@ -295,7 +295,7 @@ def find_sample_columns(rows: Rows, config: schema.SFTDataConfig) -> SampleColum
 def _named_or_common(rows: Rows, name: str | None, key: str, common: tuple[str, ...]) -> str:
     if name is not None:
         return rows.check_column(name, key)
-    if (column := next((candidate for candidate in common if candidate in rows.columns), None)) is not None:
+    if (column := usual_column(rows.columns, common)) is not None:
         return column
     raise ValueError(
         f"{rows.names}: expected a column {' or '.join(CHATS)}, or {' or '.join(_PROMPTS)} with "
