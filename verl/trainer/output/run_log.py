@@ -3,7 +3,6 @@
 import json
 import logging
 import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,6 +24,7 @@ from verl.tracking.tracking import Tracking
 from verl.trainer.checks.agents import runs_tools
 from verl.trainer.guards.interruption import Stopped
 from verl.trainer.output.divergence import DivergenceWatch
+from verl.trainer.startup.command_line import shell_command
 from verl.trainer.state.identity import package_versions
 from verl.trainer.view import RunView, StepReport
 from verl.utils import log
@@ -185,13 +185,6 @@ def warn_nothing_to_train(view: RunView) -> None:
 VAL_ONLY = "val_only"
 
 
-def _command() -> str:
-    """The command of this process: without the paths of Python and of the script for `verl ...`."""
-    words = sys.orig_argv
-    is_script = len(words) > 1 and Path(words[1]).name == "verl"
-    return shlex.join(["verl", *words[2:]] if is_script else words)
-
-
 def record_folder(folder: Path, val_only: bool) -> Path:
     """The folder of the record of a run in `folder`. A validation (`trainer.val_only`) is no step of a training run,
     whose record is kept: its own is in a subfolder."""
@@ -231,7 +224,7 @@ class RunLog:
             "project": redact_text(trainer.project_name),
             "experiment": redact_text(trainer.experiment_name),
             "total_steps": view.total_steps,
-            "command": redact_text(_command()),
+            "command": redact_text(shell_command()),
             "packages": package_versions(),
             "config": self._flat,
             "changed": {key: {"value": self._flat[key], "default": defaults[key]} for key in differences(view.config)},
