@@ -408,3 +408,12 @@ def test_numbers_of_5000_digits_are_one_problem(override):
     with pytest.raises(ConfigError) as caught:
         load_config(None, [override])
     assert len(caught.value.problems) == 1
+
+
+def test_a_chat_template_is_read_from_a_file(tmp_path):
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    key = "actor_rollout_ref.model.custom_chat_template"
+    config = load_config(overrides=[f"{key}={tmp_path / 'chat.jinja'}"])
+    assert config.actor_rollout_ref.model.custom_chat_template == "{{ messages }}"
+    (problem,) = problems(f"{key}={tmp_path / 'other.jinja'}")
+    assert "other.jinja' (str) does not read `messages`" in problem and "a file *.jinja that exists" in problem

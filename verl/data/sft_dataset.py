@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.agents.tools.load import tool_schemas
 from verl.config import schema
 from verl.config.fields import Schema
 from verl.data.chat import encode_conversations
@@ -110,6 +111,9 @@ class SFTDataset(TokenizedDataset):
         self._report(overlong, count)
         logger.info("tokenized %s samples in %.1f s", f"{len(self._kept):,}", time.perf_counter() - start)
 
+    def _load_tools(self) -> Sequence[Mapping[str, Any]]:
+        return tool_schemas(self.config.tool_config_path, self.config.function_tool_path)
+
     def _read(self) -> tuple[Rows, SampleColumns]:
         """The rows of the files, and their columns."""
         rows = self._rows or read_rows(self.data_files)
@@ -206,6 +210,8 @@ class SFTDataset(TokenizedDataset):
     def _chat_or_pair(self, row: Mapping[str, Any], location: str) -> _Example:
         """A text-only row."""
         columns = self._columns
+        if self.tools and not row.get("tools"):  # as the column, so that a template without tools is refused
+            row = {**row, "tools": self.tools}
         if columns.messages is not None:
             return with_settings(check_messages(row[columns.messages], location), row, location)
         response, name = _follow(row, columns.response, location), f"the response (column {columns.response[0]!r})"
