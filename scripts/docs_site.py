@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OBJECT = re.compile(r"^<!-- api (\S+)((?: \w+)*) -->$", re.MULTILINE)
 CELL = re.compile(r"(?<=<td><code>)[^<]+(?=</code>)")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
-IMAGE = re.compile(r"!\[[^\]]*\]\(([^)#\s]+)\)")
+IMAGE = re.compile(r'(?:!\[[^\]]*\]\(|src="|srcset=")([^)#\s"]+)')
 PICTURE = re.compile(
     r'<picture>\s*<source[^>]*srcset="(?:docs/)?([^"]+)">\s*'
     r'<img src="(?:docs/)?([^"]+)" alt="([^"]*)"[^>]*>\s*</picture>'

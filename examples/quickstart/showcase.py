@@ -162,8 +162,8 @@ def main(argv: list[str] | None = None) -> int:
     rows = PROMPTS * args.steps
     data = arithmetic.write_arithmetic(args.out / "data", rows, args.test_rows, args.seed)
     console.print(
-        f"{model.name} on {torch.get_num_threads()} threads: {args.steps} steps of GRPO, {PROMPTS} prompts x {SAMPLES} "
-        f"responses; accuracy on {args.test_rows} held-out questions before and after",
+        f"{model.name}, {torch.get_num_threads()} threads: {args.steps} steps of GRPO, {PROMPTS} prompts x {SAMPLES} "
+        f"responses\naccuracy on {args.test_rows} held-out questions is measured before and after",
         highlight=False,
     )
     overrides = [*settings(model, data, args.out / "rl", args.steps, args.seed), *args.override]

@@ -162,7 +162,8 @@ def test_refusals(push, hub, run):
         ((run / "global_step_2", "ada/open", "--private"), "hf_writer", "ada/open exists and is public"),
         ((run / "global_step_2", "ada/sums"), "hf_reader", "HF_TOKEN"),
         ((run / "global_step_2", "ada/sums"), "", "no token found"),
-        ((run / "global_step_3", "ada/sums"), "hf_writer", "expected a checkpoint"),
+        ((run / "global_step_3", "ada/sums"), "hf_writer", "expected a checkpoint (.../global_step_N)"),
+        ((run, "ada/sums"), "hf_writer", "/global_step_2)"),
         ((run / "global_step_2", "a/b/c"), "hf_writer", "a/b/c"),
     ):
         status, output = push(*arguments, token=token)

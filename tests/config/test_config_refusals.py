@@ -319,7 +319,10 @@ def test_inputs_are_set_and_exist(tmp_path):
     data = tmp_path / "a.jsonl"
     data.write_text("{}\n")
     good = [f"data.train_files={data}", f"actor_rollout_ref.model.path={tmp_path}"]
-    assert "has no config.json" in problems(*good, extra_checks=[check_inputs])[0]
+    assert problems(*good, extra_checks=[check_inputs])[0].endswith("expected the folder of a Hugging Face model")
+    for step in (9, 10):
+        (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)
+    assert f"such as '{tmp_path}/global_step_10/actor/hugg" in problems(*good, extra_checks=[check_inputs])[0]
     (tmp_path / "config.json").write_text("{}")
     load_config(overrides=good, extra_checks=[check_inputs])
     load_config(overrides=[good[0], "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"], extra_checks=[check_inputs])
@@ -411,3 +414,12 @@ def test_numbers_of_5000_digits_are_one_problem(override):
     with pytest.raises(ConfigError) as caught:
         load_config(None, [override])
     assert len(caught.value.problems) == 1
+
+
+def test_a_chat_template_is_read_from_a_file(tmp_path):
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    key = "actor_rollout_ref.model.custom_chat_template"
+    config = load_config(overrides=[f"{key}={tmp_path / 'chat.jinja'}"])
+    assert config.actor_rollout_ref.model.custom_chat_template == "{{ messages }}"
+    (problem,) = problems(f"{key}={tmp_path / 'other.jinja'}")
+    assert "other.jinja' (str) does not read `messages`" in problem and "a file *.jinja that exists" in problem

@@ -38,6 +38,7 @@ FORMS = {
     "DeepScaleR": ({"problem": "What is 2+3?", "solution": "It is 5.", "answer": "5"}, "5", "It is 5."),
     "OpenR1-Math": ({"problem": "What is 2+3?", "solution": "It is 5.", "answer": "5", "messages": [USER, TURN]}, "5",
      "It is 5."),
+    "AIME 2024": ({"ID": "2024-I-1", "Problem": "What is 2+3?", "Solution": "2+3=5", "Answer": 5}, "5", "2+3=5"),
     "Search-R1": ({ "question": "What is 2+3?", "golden_answers": ["5", "five"], "data_source": "nq", "prompt": [USER],
      "reward_model": {"style": "rule", "ground_truth": {"target": ["5", "five"]}}, }, {"target": ["5", "five"]},
      NO_RESPONSE),

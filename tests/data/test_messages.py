@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.data.test_sft_dataset import segments
+from tests.pages import ROOT
 from verl.data.messages import read_message, with_settings
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
@@ -291,6 +292,38 @@ def test_tools_of_a_row_are_rendered(write, chat_tokenizer, tools):
         dataset = RLHFDataset(write("b.jsonl", [row, row | {"tools": None}]), chat_tokenizer)
         assert chat_tokenizer.decode(dataset[0]["prompt_ids"]) == expected[0][1]
         assert chat_tokenizer.decode(dataset[1]["prompt_ids"]).startswith("<|im_start|>user")
+
+
+#: the functions of a file, for the rows without a column `tools`
+ADD = '''
+from verl.agents.tools.function_tool import function_tool
+
+
+@function_tool
+def add(a: int) -> str:
+    """Add one.
+
+    Args:
+        a: a number.
+    """
+    return str(a + 1)
+'''
+
+
+def test_the_tools_of_a_file_and_the_template_of_the_examples(chat_tokenizer, tmp_path):
+    """`data.function_tool_path` of SFT, and the calls that its template writes are those that the rollout reads."""
+    (tmp_path / "add.py").write_text(ADD)
+    chat_tokenizer.chat_template = (ROOT / "examples" / "tools" / "chatml_tools.jinja").read_text()
+    chat = [ASK, say("", tool_calls=[call({"a": 1})]), {"role": "tool", "content": "2"}, say("2")]
+    dataset = SFTDataset([{"messages": chat}], chat_tokenizer, {"function_tool_path": str(tmp_path / "add.py")})
+    (_, system), (_, called), (_, answered), (_, last) = segments(chat_tokenizer, dataset[0])
+    assert '{"name": "add", "description": "Add one.", "parameters": ' in system
+    assert system.endswith("<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n")
+    assert called == '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    assert "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n" in answered and last == "2<|im_end|>"
+    chat_tokenizer.chat_template = THINKS
+    with pytest.raises(ValueError, match="the chat template does not read 'tools'"):
+        SFTDataset([{"messages": [ASK, say("1")]}], chat_tokenizer, {"function_tool_path": str(tmp_path / "add.py")})
 
 
 def test_thinking_of_a_row_is_rendered(chat_tokenizer):

@@ -56,8 +56,9 @@ def test_folders_of_another_kind(copied, made, tmp_path):
     assert_refused(tmp_path / "nowhere", r"no folder .*nowhere")
     assert_refused(root, r"is a checkpoint of all roles: give one role, .*/actor")
     assert_refused(root / "actor" / "huggingface", r"is not a checkpoint: expected shards/")
-    (tmp_path / "run" / "global_step_7").mkdir(parents=True)
-    assert_refused(tmp_path / "run", r"is a run: give the role of one checkpoint.*global_step_7/actor")
+    for step in (7, 10, 9):
+        (tmp_path / "run" / f"global_step_{step}" / "actor").mkdir(parents=True)
+    assert_refused(tmp_path / "run", r"is a run: give the role of one checkpoint.*global_step_10/actor")
     shutil.copytree(made / "trained", tmp_path / "model")
     assert_refused(tmp_path / "model", r"is already a HuggingFace model: nothing to merge")
     shutil.rmtree(root / "actor" / "shards")

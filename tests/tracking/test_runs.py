@@ -12,6 +12,7 @@ from tests.tracking.test_console import CODES, HOSTILE
 from verl.cli.app import app
 from verl.tracking.curves import save_comparison
 from verl.tracking.report import report_data, write_report
+from verl.tracking.report.report import describe
 from verl.tracking.runs import differing_settings, labels, open_run, run_folders
 
 
@@ -44,6 +45,7 @@ def test_what_a_run_is(folder):
     run = open_run(folder / "a")
     assert (run.algorithm, run.model, run.steps, run.seconds, run.state) == ("grpo", "tiny", 30, 60.0, "finished")
     assert run.title == "a · grpo · tiny · lr 0.001"
+    assert open_run(make_run(folder / "grpo")).title == "grpo · tiny · lr 0.001"
     assert run.validation_label("val-core/d/acc/mean@1") == "validation (greedy)"
     assert len(run.metrics["critic/score/mean"]) == 30  # without the line that was cut off
     with pytest.raises(ValueError, match=r"p is not the folder of a run .* it has the runs .*p/[ab], .*p/[ab]"):
@@ -249,3 +251,19 @@ def test_no_name_of_a_run_controls_the_terminal_or_is_markup(tmp_path):
         done = CliRunner().invoke(app, ["runs", *words])
         assert done.exit_code == 0 and not CODES.findall(done.output), done
         assert r"\x1b[2J [bold]x $y" in done.output and "[/b]" in done.output
+
+
+def test_an_outlier_does_not_lift_the_smooth_curve(folder):
+    """100 at step 15 of a curve that rises from 0.21 to 0.5: the limits keep it out, and the mean of its neighbors is
+    that of values within them."""
+    path = folder / "a" / "metrics.jsonl"
+    path.write_text(path.read_text().replace(f'"critic/score/mean": {0.2 + 0.01 * 15}', '"critic/score/mean": 100'))
+    (score,) = [panel for panel in report_data(open_run(folder / "a"))["panels"] if panel["title"] == "score"]
+    assert max(value for _, value in score["curves"][0]["points"]) == 100
+    assert min(score["curves"][0]["smooth"]) > 0.2 and max(score["curves"][0]["smooth"]) < 0.6
+
+
+def test_a_metric_is_described_without_references_to_pages():
+    assert describe("rollout/logprob_gap_mean").startswith(
+        "Absolute difference between the log-probs of rollout and training, per token. A mean below 0.01;"
+    )

@@ -95,6 +95,12 @@ def step_of(folder: Path) -> int:
     return int(match.group(1))
 
 
+def newest_actor(folder: Path) -> Path | None:
+    """Return the `actor` folder of a checkpoint, or of the newest checkpoint of a run; None if there is none."""
+    found = [path for path in folder.glob("global_step_*/actor") if path.parent.name[12:].isdecimal()]
+    return max(found, key=lambda path: step_of(path.parent), default=next(folder.glob("actor"), None))
+
+
 def _target(folder: Path) -> Path:
     """Return the checkpoint that a link such as `best` leads to; the folder itself if it is not a link."""
     return resolved(folder) if folder.is_symlink() else folder

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verl.checkpoints.store import newest_actor
 from verl.utils.paths import resolved
 from verl.utils.redaction import REDACTED, console_text, redacted
 
@@ -71,8 +72,10 @@ def open_source(folder: Path) -> tuple[Path, int | None]:
     if (folder / "actor").is_dir():
         folder /= "actor"
     if not folder.is_dir() or not (_is_checkpoint(folder) or (folder / "config.json").is_file()):
+        newest = newest_actor(folder)
         raise ValueError(
-            f"CHECKPOINT {folder}: expected a checkpoint (.../global_step_N) or a Hugging Face model with config.json"
+            f"CHECKPOINT {folder}: expected a checkpoint ({newest.parent if newest else '.../global_step_N'}) or a "
+            "Hugging Face model with config.json"
         )
     names = (part for part in folder.parts if part.startswith("global_step_"))
     number = next(names, "").removeprefix("global_step_")

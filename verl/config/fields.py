@@ -15,6 +15,8 @@ import pydantic
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from verl.utils.paths import read_text
+
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
@@ -104,6 +106,15 @@ Precision = Literal["auto", "fp64", "float64", "fp32", "float32", "bf16", "bfloa
 
 FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path of a file or folder, or a Hugging Face Hub id; `~` is expanded."""
+
+
+def _read_template(value: str) -> str:
+    path = os.path.expanduser(value)
+    return read_text(path) if value.endswith(".jinja") and os.path.isfile(path) else value
+
+
+Template = Annotated[str, AfterValidator(_read_template)]
+"""The text of a Jinja template. The path of a file `*.jinja` is replaced by its content."""
 
 FilePaths = Annotated[list[FilePath], BeforeValidator(lambda value: [] if value is None else _as_list(value))]
 """A list of paths; a single path is a list of one, null an empty list."""

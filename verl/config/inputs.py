@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from verl.checkpoints.store import CheckpointError, saved_step
+from verl.checkpoints.store import CheckpointError, newest_actor, saved_step
 from verl.config.errors import Problem
 from verl.config.fields import Schema, flatten
 from verl.config.schema.offline import GenerationConfig
@@ -127,7 +127,9 @@ def check_model_path(key: str, path: str | None) -> Iterator[Problem]:
     folder = expanded(path)
     if os.path.isdir(folder):
         if not os.path.isfile(folder / "config.json"):
-            yield Problem(key, f"{path!r} has no config.json: expected the folder of a Hugging Face model")
+            actor = newest_actor(folder)
+            example = f", such as {str(actor / 'huggingface')!r}" if actor else ""
+            yield Problem(key, f"{path!r} has no config.json: expected the folder of a Hugging Face model{example}")
         elif not _holds(folder, "*.safetensors", "*.bin") and _holds(folder.parent, *_CHECKPOINT):
             yield Problem(
                 key,

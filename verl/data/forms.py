@@ -33,7 +33,13 @@ _CALLS = ("function_call", "tool_call")  # roles of messages that are a tool cal
 
 def find_column(columns: Sequence[str], names: Sequence[str], key: str) -> str:
     """The column of a setting: `key` if it is there or not the default (the first name), otherwise a usual name."""
-    return key if key in columns or key != names[0] else next((name for name in names if name in columns), key)
+    return key if key in columns or key != names[0] else usual_column(columns, names) or key
+
+
+def usual_column(columns: Sequence[str], names: Sequence[str]) -> str | None:
+    """The first of `names` that is a column, also with other capitals, as `Question` in a CSV; None if none is."""
+    present = {column.lower(): column for column in columns} | {column: column for column in columns}
+    return next((present[form] for name in names for form in (name, name.lower()) if form in present), None)
 
 
 def as_messages(value: Any) -> Any:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.agents.tools.load import tool_schemas
 from verl.config import schema
 from verl.config.fields import Schema
 from verl.data.chat import encode_conversations
 from verl.data.dataset import DatasetConfig, Encoded, TokenizedDataset, describe_overlong, rows_to_use
 from verl.data.files import Rows, read_rows
-from verl.data.forms import CHATS, PROMPTS, RESPONSES, as_messages, note_columns, read_prompt_column
+from verl.data.forms import CHATS, PROMPTS, RESPONSES, as_messages, note_columns, read_prompt_column, usual_column
 from verl.data.images import FEWER_IMAGE_TOKENS, MediaError
 from verl.data.media import MediaPrompt
 from verl.data.messages import TRAINED, Message, with_settings
@@ -109,6 +110,9 @@ class SFTDataset(TokenizedDataset):
             self._keep(index, ids, mask)
         self._report(overlong, count)
         logger.info("tokenized %s samples in %.1f s", f"{len(self._kept):,}", time.perf_counter() - start)
+
+    def _load_tools(self) -> Sequence[Mapping[str, Any]]:
+        return tool_schemas(self.config.tool_config_path, self.config.function_tool_path)
 
     def _read(self) -> tuple[Rows, SampleColumns]:
         """The rows of the files, and their columns."""
@@ -206,6 +210,8 @@ class SFTDataset(TokenizedDataset):
     def _chat_or_pair(self, row: Mapping[str, Any], location: str) -> _Example:
         """A text-only row."""
         columns = self._columns
+        if self.tools and not row.get("tools"):  # as the column, so that a template without tools is refused
+            row = {**row, "tools": self.tools}
         if columns.messages is not None:
             return with_settings(check_messages(row[columns.messages], location), row, location)
         response, name = _follow(row, columns.response, location), f"the response (column {columns.response[0]!r})"
@@ -281,7 +287,7 @@ def find_sample_columns(rows: Rows, config: schema.SFTDataConfig) -> SampleColum
     if config.messages_key is not None:
         return SampleColumns(messages=rows.check_column(config.messages_key, "messages_key"))
     has_names = config.prompt_key is not None or config.response_key is not None
-    chat = next((name for name in CHATS if name in rows.columns), None)
+    chat = usual_column(rows.columns, CHATS)
     if not has_names and chat is not None:
         note_columns(rows.names, rows.columns, {"chat": chat})
         return SampleColumns(messages=chat)
@@ -295,7 +301,7 @@ def find_sample_columns(rows: Rows, config: schema.SFTDataConfig) -> SampleColum
 def _named_or_common(rows: Rows, name: str | None, key: str, common: tuple[str, ...]) -> str:
     if name is not None:
         return rows.check_column(name, key)
-    if (column := next((candidate for candidate in common if candidate in rows.columns), None)) is not None:
+    if (column := usual_column(rows.columns, common)) is not None:
         return column
     raise ValueError(
         f"{rows.names}: expected a column {' or '.join(CHATS)}, or {' or '.join(_PROMPTS)} with "

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from verl.checkpoints.manifest import MANIFEST
 from verl.checkpoints.safetensors_files import SafetensorsFiles, has_weights
 from verl.checkpoints.shard_files import BoxLoadPlanner, Region, ShardReader
-from verl.checkpoints.store import content_faults, size_faults
+from verl.checkpoints.store import content_faults, newest_actor, size_faults
 from verl.model_merger.huggingface import WeightSource
 from verl.model_merger.lora import ADAPTER_WEIGHTS, MergedAdapters, recorded_base
 from verl.utils.paths import expanded, read_json, resolved
@@ -126,11 +126,10 @@ def open_checkpoint(folder: Path, base: str | None = None, trust_remote_code: bo
 def _describe_folder(folder: Path) -> str:
     """Describe a folder without weights, and the folder to give instead."""
     roles = [name for name in ("actor", "critic") if (folder / name).is_dir()]
-    steps = sorted(path.name for path in folder.glob("global_step_*"))
     if roles:
         return f"{folder} is a checkpoint of all roles: give one role, {' or '.join(str(folder / r) for r in roles)}"
-    if steps:
-        return f"{folder} is a run: give the role of one checkpoint, for example {folder / steps[-1] / 'actor'}"
+    if newest := newest_actor(folder):
+        return f"{folder} is a run: give the role of one checkpoint, for example {newest}"
     if public := next((name for pattern in _PUBLIC for name in folder.glob(pattern)), None):
         return (
             f"{folder} is a checkpoint of public verl, found {public.name}: merge it with the release that wrote it, "

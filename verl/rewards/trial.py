@@ -1,6 +1,7 @@
 """A trial of a reward function: right, wrong and empty responses to a row, and what their scores say about it."""
 
 import inspect
+import json
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -19,14 +20,20 @@ _TESTS = re.compile(r"\n|\bassert\b|\bdef \b|\bimport \b")  # a reference that i
 def trial_responses(ground_truth: Any, solution: Any = None) -> dict[str, list[str]]:
     """Return right, wrong and empty responses. There may be no right one: tests of a program tell none.
 
+    A ground truth that is a JSON object may be the response that is asked for, or an argument of the reward function:
+    it is tried as "truth", and its score is no evidence.
+
     Args:
         ground_truth: That of a row.
         solution: A worked solution or a program, if the row has one.
     """
+    truths = []
     try:
         reference = final_answer(read_references(ground_truth, "trial")[0])
     except ValueError:
         reference = ""
+        text = json.dumps(ground_truth, default=str) if isinstance(ground_truth, Mapping) else str(ground_truth or "")
+        truths = [text] if text.startswith("{") and len(text) <= 200 else []
     references = [] if len(reference) > 200 or _TESTS.search(reference) or not reference else [reference]
     if len(reference) == 1 and reference.isdecimal():  # it may be the index of a choice
         references.append(string.ascii_uppercase[int(reference)])
@@ -34,6 +41,7 @@ def trial_responses(ground_truth: Any, solution: Any = None) -> dict[str, list[s
     if isinstance(solution, str) and solution.strip():
         right += [solution, f"```python\n{solution}\n```"]
     return {
+        "truth": truths,
         "right": right,
         "wrong": [*(form.format(*[_WRONG] * 3) for form in _FORMS), " ".join([_WRONG] * 20)],
         "empty": [""],
@@ -42,7 +50,7 @@ def trial_responses(ground_truth: Any, solution: Any = None) -> dict[str, list[s
 
 def describe_fault(scores: Mapping[str, Sequence[float]]) -> str | None:
     """What is wrong with a reward that pays the responses of `trial_responses` like this; None if it can be right."""
-    best = {kind: max(values) for kind, values in scores.items() if values}
+    best = {kind: max(values) for kind, values in scores.items() if values and kind != "truth"}
     values = {value for kind in scores.values() for value in kind}
     unpaid, empty = max(best["wrong"], best["empty"]), scores["empty"][0]
     short, long = scores["wrong"][0], scores["wrong"][-1]

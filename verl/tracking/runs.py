@@ -225,7 +225,8 @@ class RecordedRun:
         """Name, algorithm, model and learning rate."""
         keys = ("actor_rollout_ref.actor.optim.lr", "optim.lr")
         rate = next((f"lr {self.config[key]:g}" for key in keys if key in self.config), None)
-        return " · ".join(part for part in (self.name, self.algorithm, self.model, rate) if part and part != "unknown")
+        parts = dict.fromkeys((self.name, self.algorithm, self.model, rate))  # a folder is often called `grpo`
+        return " · ".join(part for part in parts if part and part != "unknown")
 
 
 def open_run(folder: str | Path) -> RecordedRun:

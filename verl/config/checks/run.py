@@ -61,13 +61,13 @@ def model_roles(config: Config | SFTConfig) -> list[ModelRole]:
 
 
 def check_templates(config: Schema) -> Iterator[Problem]:
-    """A chat template must read `messages`; a file name does not, and would replace every prompt."""
+    """A chat template must read `messages`; the name of a file that does not exist would replace every prompt."""
     for key, text in flatten(config.model_dump(), type(config)).items():
         if key.rpartition(".")[2] == _TEMPLATES and text is not None and "messages" not in text:
             yield Problem(
                 key,
-                f"{format_value(text)} does not read `messages`: expected the text of a Jinja template (in a YAML "
-                f"file: `{_TEMPLATES}: |`, then the lines of the template)",
+                f"{format_value(text)} does not read `messages`: expected a Jinja template (in a YAML file: "
+                f"`{_TEMPLATES}: |`, then its lines), or the path of a file *.jinja that exists",
             )
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from verl.config.fields import FilePath, Precision, Section, StrList, field, is_positive, like
+from verl.config.fields import FilePath, Precision, Section, StrList, Template, field, is_positive, like
 from verl.engines.traits import strategy_traits, strategy_with
 
 CheckpointContents = list[Literal["model", "optimizer", "extra", "hf_model"]]
@@ -29,7 +29,9 @@ class ModelConfig(Section):
     path: FilePath | None = field(None, "Hugging Face model: a folder or a Hub id")
     tokenizer_path: FilePath | None = field(None, "folder or Hub id of the tokenizer; null: that of the model")
     trust_remote_code: bool = field(False, "run the Python code that comes with a model or tokenizer")
-    custom_chat_template: str | None = field(None, "Jinja chat template that replaces the tokenizer's")
+    custom_chat_template: Template | None = field(
+        None, "chat template that replaces the tokenizer's: Jinja, or a .jinja file"
+    )
     override_config: dict[str, Any] = field({}, "values that override the model's config.json")
     enable_gradient_checkpointing: bool | Literal["auto"] = field(
         "auto", "recompute activations in the backward pass; auto: on a GPU, if memory requires it"

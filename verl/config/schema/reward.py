@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from verl.config.fields import FilePath, Section, field, section
+from verl.config.fields import FilePath, Section, Template, field, section
 from verl.config.schema.model import EngineConfig
 
 
@@ -35,7 +35,9 @@ class RewardModelConfig(Section):
     enable: bool = field(False, "score with a reward model")
     model_path: FilePath | None = field(None, "Hugging Face sequence-classification model: a folder or a Hub id")
     tokenizer_path: FilePath | None = field(None, "folder or Hub id of its tokenizer; null: that of the model")
-    custom_chat_template: str | None = field(None, "Jinja chat template that replaces its tokenizer's")
+    custom_chat_template: Template | None = field(
+        None, "chat template that replaces its tokenizer's: Jinja, or a .jinja file"
+    )
     trust_remote_code: bool = field(False, "run the Python code that comes with the model or its tokenizer")
     use_remove_padding: bool = field(True, "pack sequences instead of padding them")
     micro_batch_size_per_gpu: int | None = field(

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar, Literal
 
-from verl.config.fields import FilePaths, Precision, Section, StrList, field, like, section
+from verl.config.fields import FilePath, FilePaths, Precision, Section, StrList, field, like, section
 from verl.config.naming import RunSchema
 from verl.config.public.aliases import SFT
 from verl.config.schema.data import BAD_ROWS, NUM_WORKERS, DatasetClassConfig, MediaSection, PromptFormat
@@ -52,6 +52,8 @@ class SFTDataConfig(MediaSection):
     dataloader_num_workers: int | None = field(None, NUM_WORKERS, ge=0)
     custom_cls: DatasetClassConfig = section(DatasetClassConfig, "custom dataset class that replaces SFTDataset")
     apply_chat_template_kwargs: dict[str, Any] = field({}, "arguments of the chat template")
+    tool_config_path: FilePath | None = field(None, "YAML file with the tools that chats describe")
+    function_tool_path: FilePath | None = field(None, "Python file with the function tools that chats describe")
 
 
 class SFTOptimConfig(OptimConfig):

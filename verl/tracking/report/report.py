@@ -5,6 +5,7 @@ Texts of the run reach the page as JSON only, and page.js inserts them as text n
 
 import itertools
 import json
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -153,7 +154,9 @@ def _panel(run: RecordedRun, title: str, names: Sequence[str], validation: Seque
     for name in (*names, *validation):
         series, kind = run.metrics[name], "line" if name in names else "dots"
         points = _thinned(series, MAX_POINTS)
-        mean = dict(zip((step for step, _ in series), centred_mean([value for _, value in series])))
+        low, high = robust_limits([value for _, value in series]) or (-math.inf, math.inf)
+        kept = [min(max(value, low), high) for _, value in series]  # an outlier lifts its neighbors otherwise
+        mean = dict(zip((step for step, _ in series), centred_mean(kept)))
         smooth = [mean[step] for step, _ in points] if len(points) > 10 and kind == "line" else []
         label = name if kind == "line" else run.validation_label(name)
         curves.append({"label": label, "kind": kind, "points": points, "smooth": smooth})
@@ -266,7 +269,8 @@ def find(name: str) -> Metric | None:
 
 
 def describe(name: str) -> str:
-    """Meaning of a metric, and what to watch; empty if it is not in the list."""
+    """Meaning of a metric, and what to watch, without references to pages; empty if it is not in the list."""
     metric = find(name)
     text = f"{metric.meaning} {metric.watch}".strip() if metric else ""
+    text = re.sub(r" ?See \[[^\]]*\]\([^)]*\)\.", "", text)
     return re.sub(r"`|\[([^]]*)\]\([^)]*\)", lambda match: match[1] or "", text)

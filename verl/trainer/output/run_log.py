@@ -3,7 +3,6 @@
 import json
 import logging
 import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,6 +24,7 @@ from verl.tracking.tracking import Tracking
 from verl.trainer.checks.agents import runs_tools
 from verl.trainer.guards.interruption import Stopped
 from verl.trainer.output.divergence import DivergenceWatch
+from verl.trainer.startup.command_line import shell_command
 from verl.trainer.state.identity import package_versions
 from verl.trainer.view import RunView, StepReport
 from verl.utils import log
@@ -224,7 +224,7 @@ class RunLog:
             "project": redact_text(trainer.project_name),
             "experiment": redact_text(trainer.experiment_name),
             "total_steps": view.total_steps,
-            "command": redact_text(shlex.join(sys.orig_argv)),
+            "command": redact_text(shell_command()),
             "packages": package_versions(),
             "config": self._flat,
             "changed": {key: {"value": self._flat[key], "default": defaults[key]} for key in differences(view.config)},

@@ -3,9 +3,11 @@
 import argparse
 import contextlib
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 
 from verl.utils.redaction import console_text
@@ -143,3 +145,9 @@ def _message(error: Exception) -> str:
 def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """`sys.excepthook` of the commands: without secrets and control characters."""
     print(console_text("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+
+
+def shell_command() -> str:
+    """The command of this process, without the paths of the interpreter and of the script `verl`."""
+    script = [*sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
+    return shlex.join([*(["verl"] if Path(sys.argv[0]).name == "verl" else ["python", *script]), *sys.argv[1:]])

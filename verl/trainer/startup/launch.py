@@ -1,17 +1,15 @@
 """From a command line to a finished run. Setup errors end with one message instead of a traceback."""
 
-import shlex
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.single_controller.worker_group import WorkerError
 from verl.trainer.guards.early_stopping import NoMetricError
 from verl.trainer.guards.interruption import Stopped, sigterm_raises
 from verl.trainer.guards.mismatch import RolloutMismatchError
-from verl.trainer.startup.command_line import USER_ERRORS, print_error
+from verl.trainer.startup.command_line import USER_ERRORS, print_error, shell_command
 from verl.trainer.startup.torchrun import launcher_settings
 from verl.utils.disk import DiskError
 from verl.utils.log import console, setup_logging, styled
@@ -98,9 +96,5 @@ def _resume_command() -> str | None:
     """The command line of this process; None if it contains a secret, or is that of a launcher, which is unknown."""
     if launcher_settings():
         return None
-    script = Path(sys.argv[0])
-    program = (
-        ["verl"] if script.name == "verl" else ["python", *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
-    )
-    command = shlex.join([*program, *sys.argv[1:]])
+    command = shell_command()
     return command if redact_text(command) == command else None
