@@ -25,8 +25,7 @@ from verl.trainer.guards.base import RESTART, ROLL_BACK, SKIP, Guard, ask, decid
 from verl.trainer.guards.early_stopping import ValidationWatch
 from verl.trainer.guards.interruption import Interruption, Stopped, UnfinishedStep
 from verl.trainer.guards.mismatch import MismatchLimit
-from verl.trainer.guards.operator_watch import OperatorWatch
-from verl.trainer.guards.profile import ProfiledSteps
+from verl.trainer.guards.operator_watch import OperatorWatch, ProfiledSteps
 from verl.trainer.guards.restarts import Restarts, log_restart, settings_for_devices_left
 from verl.trainer.output.metrics import timing_metrics
 from verl.trainer.output.run_log import RunLog, warn_nothing_to_train

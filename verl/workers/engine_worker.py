@@ -1,4 +1,4 @@
-"""Base class of workers with a training engine: construction, update loop and checkpoints."""
+"""Workers with a training engine: their base class (construction, update loop and checkpoints), and that of SFT."""
 
 import logging
 import time
@@ -10,11 +10,12 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 
+from verl.algorithms.kl import sft_nll
 from verl.algorithms.masked import LossAggregation
 from verl.checkpoints.manifest import DELETE
 from verl.columns import find_bad_values
 from verl.config import schema
-from verl.engines.base import EngineSpec, MicroBatching, TrainEngine, make_engine
+from verl.engines.base import EngineSpec, MicroBatching, Objective, TrainEngine, make_engine
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Coordinates, Dispatch, register
@@ -215,3 +216,43 @@ def aggregation(
     tokens = response_mask.bool()
     counts = engine.sum_over_ranks([float(tokens.sum()), float(tokens.any(-1).sum())])
     return LossAggregation(mode, *counts, scale_factor=scale_factor or tokens.shape[-1])
+
+
+# ---- supervised fine-tuning (SFT): maximizes the likelihood of the response tokens -----------------------------------
+
+
+class SFTWorker(EngineWorker):
+    """One model that is fine-tuned on demonstrations."""
+
+    def __init__(self, config: schema.SFTConfig, *, total_training_steps: int):
+        data = config.data
+        self.checkpoint = config.checkpoint
+        self.micro = micro_batching(data.micro_batch_size_per_gpu, data.use_dynamic_bsz, data.max_token_len_per_gpu)
+        self.engine = self.build_engine(
+            config.engine.strategy,
+            config.model,
+            config.engine.selected,
+            config.optim,
+            device=config.trainer.device,
+            total_training_steps=total_training_steps,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update(self, batch: DataProto) -> dict[str, Any]:
+        """One optimizer step on the batch."""
+        with self.update_pass(batch, "train", one_step=True) as update:
+            for mini in update.mini_batches:
+                agg = aggregation("token-mean", mini.batch["response_mask"], self.engine)
+                update.add(self.engine.train_batch(mini, sft_objective(agg), self.micro))
+        return update.finish()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """Column old_log_probs, with the current weights."""
+        values = self.engine.infer(batch, ("log_probs",), self.micro)
+        return DataProto.from_dict({"old_log_probs": values["log_probs"]})
+
+
+def sft_objective(agg: LossAggregation) -> Objective:
+    """Negative log-likelihood of the response tokens; agg: counts of the whole mini-batch."""
+    return Objective(lambda outputs, columns: sft_nll(outputs["log_probs"], columns["response_mask"], agg))
