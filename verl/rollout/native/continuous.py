@@ -294,8 +294,8 @@ def _resolve(pending: _Pending, completion: Completion) -> None:
 
 @torch.no_grad()
 def prompt_log_probs(module: nn.Module, prompt_ids: list[int], count: int) -> list[PromptLogProbs | None]:
-    """`Completion.prompt_log_probs` of a prompt, by a forward pass: of each token, then of the `count` most probable ones
-    in its place.
+    """`Completion.prompt_log_probs` of a prompt, by a forward pass: of each token, then of the `count` most probable
+    ones in its place.
 
     Args:
         module: a causal language model, unsharded, in evaluation mode.
