@@ -20,13 +20,12 @@ from verl.single_controller import WorkerGroup
 from verl.single_controller.cluster import StartedRoles
 from verl.tracking.trackers import Rows
 from verl.trainer.checks.preflight import FLOW, Run, run_checks
-from verl.trainer.guards.bad_steps import BadSteps
 from verl.trainer.guards.base import RESTART, ROLL_BACK, SKIP, Guard, ask, decide, load_callbacks
 from verl.trainer.guards.early_stopping import ValidationWatch
 from verl.trainer.guards.interruption import Interruption, Stopped, UnfinishedStep
 from verl.trainer.guards.mismatch import MismatchLimit
 from verl.trainer.guards.operator_watch import OperatorWatch, ProfiledSteps
-from verl.trainer.guards.restarts import Restarts, log_restart, settings_for_devices_left
+from verl.trainer.guards.restarts import BadSteps, Restarts, log_restart, settings_for_devices_left
 from verl.trainer.output.metrics import timing_metrics
 from verl.trainer.output.run_log import RunLog, warn_nothing_to_train
 from verl.trainer.runner import FlowRunner
