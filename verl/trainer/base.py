@@ -46,7 +46,7 @@ GUARDS: tuple[type[Guard], ...] = (
     ValidationWatch,
     Restarts,  # last: what no other guard can repair
 )
-"""The guards of every run, in the order in which they are asked: of an error, the first action counts."""
+"""The guards of a run, in the order in which they are asked: of an error, the first action counts."""
 
 
 class Trainer(ABC):
@@ -85,7 +85,8 @@ class Trainer(ABC):
         self.roles: dict[str, WorkerGroup] = StartedRoles()
         self.batch: DataProto | None = None
         self.on_step: list[Callable[[StepReport], None]] = []
-        self.guards: list[Guard] = [*(make(run.config) for make in GUARDS), *load_callbacks(trainer.callbacks)]
+        guards = [make(run.config) for make in GUARDS]
+        self.guards = [*(guard for guard in guards if guard.is_on), *load_callbacks(trainer.callbacks)]
         self._watch = next(guard for guard in self.guards if isinstance(guard, ValidationWatch))
         total_steps: int = trainer.total_training_steps or source.steps_per_epoch * trainer.total_epochs
         self.view = RunView(run, source, self.roles, self.folder, total_steps, self.unwatched)

@@ -130,6 +130,7 @@ class ProfiledSteps(Guard):
 
     def __init__(self, config: Schema):
         self._steps = frozenset(config.trainer.profile_steps or ())
+        self.is_on = bool(self._steps)
         self._is_recording = False
 
     def at_start(self, view: RunView) -> None:

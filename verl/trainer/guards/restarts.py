@@ -33,6 +33,7 @@ class Restarts(Guard):
 
     def __init__(self, config: Schema):
         self._limit = config.trainer.max_restarts
+        self.is_on = self._limit > 0
         self._seen: set[tuple] = set()  # errors that have ended an attempt of this `fit`
 
     def on_error(self, view: RunView, error: BaseException) -> Action | None:
@@ -41,8 +42,7 @@ class Restarts(Guard):
         obstacle = self._obstacle(view, error)
         if obstacle is None:
             return RESTART
-        if self._limit:
-            error.add_note(f"no restart: {obstacle}")
+        error.add_note(f"no restart: {obstacle}")
         return None
 
     def _obstacle(self, view: RunView, error: Exception) -> str | None:
