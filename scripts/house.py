@@ -198,10 +198,10 @@ def profile(frame, event, arg):
     code = frame.f_code
     if event == "return" and stack and stack[-1][1] is frame:
         stack.pop()
+    if event == "call" and code in operator_codes and not stack:
+        stack.append((running_operator(), frame))
     if event != "call" or not is_function(code):
         return
-    if code in operator_codes and not stack:
-        stack.append((running_operator(), frame))
     entered.setdefault(stack[-1][0] if stack else None, set()).add((name_of(code), code.co_qualname))
     if code.co_qualname == "Pipeline.run" and not loop:
         loop.extend(frames_below(frame, "Trainer.fit"))
