@@ -17,7 +17,7 @@ from verl.checkpoints.manifest import DELETE
 from verl.columns import find_bad_values
 from verl.config import schema
 from verl.engines.base import EngineSpec, MicroBatching, Objective, TrainEngine, make_engine
-from verl.engines.metrics import MetricSums
+from verl.engines.micro_batch import MetricSums
 from verl.modeling.huggingface import read_config
 from verl.planner.devices import known_gpu
 from verl.planner.shapes import ModelShape
