@@ -94,7 +94,7 @@ class Guards:
         from verl.engines.torch_engine import TorchEngine
         from verl.rewards import managers
         from verl.rollout import sampling
-        from verl.trainer.guards.bad_steps import BadSteps
+        from verl.trainer.guards.restarts import BadSteps
         from verl.trainer.ppo import operators
         from verl.trainer.ppo.canary import Canary
         from verl.weight_sync import verify

@@ -71,10 +71,11 @@ def banned_prose(root: Path, folder: str) -> list[Finding]:
     """Banned phrases in comments, docstrings and strings of the modules under `root / folder`."""
     findings = []
     for path in sorted((root / folder).rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        for start, text in prose(path.read_text(encoding="utf-8")):
+        name, module = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
+        for start, text in prose(module) if _PHRASES.search(module) else ():
             for offset, line in enumerate(text.splitlines()):
-                findings += [(name, start + offset, line.strip(), match.lower()) for match in _PHRASES.findall(line)]
+                banned = [match.lower() for match in _PHRASES.findall(line)]
+                findings += [(name, start + offset, line.strip(), w) for w in banned if not _allowed(name, "", w)]
     return findings
 
 

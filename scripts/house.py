@@ -9,6 +9,7 @@ The traced figures come from subprocesses that train a tiny model by GRPO with t
 
 import argparse
 import ast
+import functools
 import json
 import os
 import subprocess
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.glossary import banned_identifiers, banned_prose
 
 PACKAGES = ("verl",)
-GROUPS = (*PACKAGES, "benchmarks", "examples", "scripts", "tests")
+GROUPS = (*PACKAGES, "recipe", "benchmarks", "examples", "scripts", "tests")
 ENTRY = "verl.trainer.main_ppo"
 
 
@@ -45,9 +46,8 @@ def spread(values: Iterable[int]) -> dict[str, int]:
 
 
 def sizes(root: Path, folder: str) -> dict[str, Any]:
-    """Files, lines and functions of a folder. verl/recipe, a link to recipe/, counts as a part of verl/."""
-    parts = (folder, "recipe") if (root / folder / "recipe").is_symlink() else (folder,)
-    texts = [path.read_text(encoding="utf-8") for path in files_of(root, *parts)]
+    """Files, lines and functions of a folder, without those that it links to, such as verl/recipe."""
+    texts = [path.read_text(encoding="utf-8") for path in files_of(root, folder)]
     functions = [
         node.end_lineno - node.lineno + 1
         for text in texts
@@ -72,6 +72,7 @@ def module_of(root: Path, path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
 def import_graph(root: Path, inside_functions: bool = True) -> dict[str, set[str]]:
     """Module -> the modules of the project that it imports; imports for type checking do not count."""
     paths = {module_of(root, path): path for path in files_of(root, *PACKAGES)}
@@ -167,7 +168,8 @@ settings = [
 inside = f"{root}/verl/"
 
 def is_function(code):
-    return code.co_filename.startswith(inside) and code.co_name != "<module>"
+    # as `sizes` counts them: no modules, lambdas and comprehensions, which have frames only before Python 3.12
+    return code.co_filename.startswith(inside) and not code.co_name.startswith("<")
 
 def name_of(code):
     return code.co_filename.removeprefix(f"{root}/")
@@ -196,10 +198,10 @@ def profile(frame, event, arg):
     code = frame.f_code
     if event == "return" and stack and stack[-1][1] is frame:
         stack.pop()
+    if event == "call" and code in operator_codes and not stack:
+        stack.append((running_operator(), frame))
     if event != "call" or not is_function(code):
         return
-    if code in operator_codes and not stack:
-        stack.append((running_operator(), frame))
     entered.setdefault(stack[-1][0] if stack else None, set()).add((name_of(code), code.co_qualname))
     if code.co_qualname == "Pipeline.run" and not loop:
         loop.extend(frames_below(frame, "Trainer.fit"))
@@ -285,11 +287,15 @@ def traced(root: Path, program: str) -> dict[str, Any]:
 # ---- single importers -----------------------------------------------------------------------------------------------
 
 
+_FOUND_BY_NAME = ("__init__.py", "traits.py")
+
+
 def small_modules(root: Path, lines: int = 60) -> list[str]:
-    """Modules of at most so many lines with exactly one importer, the packages' own files not counted."""
+    """Modules of at most so many lines with exactly one importer. The packages' own files do not count, nor those that
+    are found by their name: `traits.py` of an engine."""
     graph = import_graph(root)
     importers = {module: [other for other, imported in graph.items() if module in imported] for module in graph}
-    paths = {module_of(root, path): path for path in files_of(root, *PACKAGES) if path.name != "__init__.py"}
+    paths = {module_of(root, path): path for path in files_of(root, *PACKAGES) if path.name not in _FOUND_BY_NAME}
     return sorted(
         module
         for module, path in paths.items()

@@ -1,10 +1,10 @@
-"""scripts/house.py on small graphs, and two figures of this repository that are laws."""
+"""scripts/house.py on small graphs, and the figures of this repository that are laws."""
 
 import re
 import tomllib
 from pathlib import Path
 
-from scripts.house import ENTRY, components, import_graph, longest_chain, sizes, spread
+from scripts.house import ENTRY, components, files_of, import_graph, longest_chain, sizes, small_modules, spread
 
 ROOT = Path(__file__).parents[1]
 
@@ -13,6 +13,13 @@ def test_no_import_cycle_and_no_long_chain():
     graph = import_graph(ROOT)
     assert [group for group in components(graph) if len(group) > 1] == []
     assert len(longest_chain(graph, ENTRY)) - 1 <= 16  # nine from the flow to the registry
+
+
+def test_the_size_of_the_package():
+    """The law that CONTRIBUTING.md names; recipes and examples are beside the package."""
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files_of(ROOT, "verl"))
+    assert lines <= 80_000
+    assert small_modules(ROOT) == []
 
 
 def test_cycles_and_chains():

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from verl.engines.metrics import MetricSums
+from verl.engines.micro_batch import MetricSums
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, float]:

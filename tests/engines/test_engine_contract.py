@@ -68,7 +68,7 @@ def test_a_factory_that_returns_no_engine(path):
 
 def test_names_of_the_package():
     assert {"fsdp", "fsdp2"} <= set(verl.engines.ENGINES)
-    assert verl.engines.TrainEngine is TrainEngine and verl.engines.MetricSums.__module__ == "verl.engines.metrics"
+    assert verl.engines.TrainEngine is TrainEngine and verl.engines.MetricSums.__module__ == "verl.engines.micro_batch"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         verl.engines.nothing  # noqa: B018
 

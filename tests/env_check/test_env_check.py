@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from verl.utils.env_check import check_env, possible_modes
 
 from verl.env_check import check as machine
 from verl.env_check import packages
@@ -27,7 +28,6 @@ from verl.env_check.packages import (
     check_optional,
 )
 from verl.processes.isolation.mode import Isolation
-from verl.utils.env_check import check_env, possible_modes
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,7 +16,7 @@ from verl.config.schema import OptimConfig
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
 from verl.modeling import layers_cpu
-from verl.modeling.indexing import gather_rows, repeat_rows, scatter_rows
+from verl.modeling.packing import gather_rows, repeat_rows, scatter_rows
 from verl.protocol import DataProto
 from verl.workers.engine_worker import aggregation
 from verl.workers.policy import policy_objective

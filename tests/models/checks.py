@@ -26,8 +26,7 @@ from verl.model_merger.merge import MergeOptions, merge
 from verl.protocol import DataProto
 from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.request import SamplingParams, make_requests
-from verl.workers.engine_worker import aggregation
-from verl.workers.sft import sft_objective
+from verl.workers.engine_worker import aggregation, sft_objective
 
 #: largest difference of a log-prob in float32: those of a tiny model are -3 to -10, and layers sum in another order
 LOG_PROBS = 2e-5

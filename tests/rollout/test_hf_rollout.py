@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, BartConfig, GPT2Config, LlamaConf
 from tests.engines.ranks import make_engine
 from tests.rollout.test_native_families import model
 from verl.rollout.hf import HFRollout
+from verl.rollout.native.continuous import prompt_log_probs
 from verl.rollout.request import SamplingParams, make_requests
-from verl.rollout.scoring import prompt_log_probs
 
 SMALL = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "max_position_embeddings": 64}

@@ -204,7 +204,7 @@ def test_a_small_cache_runs_fewer_rows_at_once():
     ("kind", "reason"),
     {
         "bloom": "does not use transformers' AttentionInterface",
-        "minimax": "a cache of its own",
+        "minimax": "a separate cache",
         "deepseek_v32": "cache more than keys and values",
         "bert": "bidirectional",
         "rwkv": "takes no cache",

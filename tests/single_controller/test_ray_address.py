@@ -34,7 +34,7 @@ SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # the first frame of an HTTP/2 se
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [
-        ([b"SSH-2.0-x\r\n"], "another service answers"),  # a port that another program has got
+        ([b"SSH-2.0-x\r\n"], "another service responds"),  # a port that another program has got
         ([b""], "timed out"),  # a host that hangs
         ([SETTINGS[:2]], "timed out"),
         ([SETTINGS], None),

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from tests.trainer.runs import lines, steps_in, uids_of
 from verl.data.order import ResumableSampler
-from verl.trainer.guards.bad_steps import BadSteps
 from verl.trainer.guards.base import ROLL_BACK, SKIP
+from verl.trainer.guards.restarts import BadSteps
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.state.checkpointing import BadStepsError
 

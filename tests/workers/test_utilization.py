@@ -12,7 +12,7 @@ from verl.planner.devices import BUILT_IN
 from verl.planner.shapes import ModelShape
 from verl.protocol import DataProto
 from verl.workers import utilization
-from verl.workers.utilization import Utilization, forward_flops
+from verl.workers.engine_worker import Utilization, forward_flops
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"vocab_size": 40}

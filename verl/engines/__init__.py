@@ -4,7 +4,7 @@ from verl.utils.lazy import lazy_names
 
 _HOME = {
     "verl.engines.base": "ENGINES EngineSpec MicroBatching Objective TrainEngine make_engine register_train_engine",
-    "verl.engines.metrics": "MetricSums",
+    "verl.engines.micro_batch": "MetricSums",
 }
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

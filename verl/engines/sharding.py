@@ -172,7 +172,7 @@ class FSDP2(Sharding):
 
         torch warns if a sharded module returns a view, because FSDP2 gathers its parameters for the backward pass in a
         hook on the output tensor: an in-place operation on a view replaces its autograd history, the hook is lost, and
-        the gradients are those of freed parameters. Our modules return new tensors (`modeling/indexing.py`,
+        the gradients are those of freed parameters. Our modules return new tensors (`modeling/packing.py`,
         `layers_cpu.py`), and nothing changes an output in place, so the warning is not filtered: in a model of a user
         it is real.
         """

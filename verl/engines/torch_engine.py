@@ -23,8 +23,7 @@ from verl.engines.base import NUM_CANDIDATES, EngineSpec, MicroBatching, Objecti
 from verl.engines.gathering import gather_tensors, local_shard, shard_of
 from verl.engines.loading import ModelSpec, TokenModel, checked, log_padding, resolve_model
 from verl.engines.memory import HostMemory, OnDevice, move_module, move_optimizer
-from verl.engines.metrics import MetricSums
-from verl.engines.micro_batch import host_columns, join_rows, plan_micro_batches, take_rows
+from verl.engines.micro_batch import MetricSums, host_columns, join_rows, plan_micro_batches, take_rows
 from verl.engines.routing import (
     ROUTED_EXPERTS,
     add_statistics,

@@ -20,8 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from verl.modeling.indexing import gather_rows, repeat_rows, scatter_rows
-from verl.modeling.packing import Packing
+from verl.modeling.packing import Packing, gather_rows, repeat_rows, scatter_rows
 from verl.modeling.vision import PACKED
 
 NAME = "verl_packed"

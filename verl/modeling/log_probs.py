@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from verl.modeling.batch_invariant.chunked import log_sum_exp
 from verl.modeling.token_filter import NO_TOKEN, TokenFilter, kept_statistics
 
 OUTPUTS = ("log_probs", "entropys", "sum_pi_squared")
@@ -136,6 +135,8 @@ def logit_statistics(
         from verl.modeling import log_probs_triton
 
         return log_probs_triton.statistics(logits, targets, temperature, requested)
+    if batch_invariant:
+        from verl.modeling.batch_invariant.chunked import log_sum_exp
     results = [logits.new_zeros(len(logits), dtype=_wide(logits)) for _ in range(4)]
     for rows in _blocks(logits):
         x = _scaled(logits[rows], temperature)

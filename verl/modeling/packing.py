@@ -2,6 +2,9 @@
 
 In both cases the hidden states that predict a response token are *selected* into one list, so the last projection, the
 log-probs and their gradients are computed for response tokens only.
+
+Rows are scattered and gathered with gradients that are plain copies. The gradients of torch's own indexing accumulate,
+because indices may repeat. Here they are known to be distinct.
 """
 
 import dataclasses
@@ -16,7 +19,6 @@ from torch import nn
 from torch.nn.functional import pad
 
 from verl.modeling.huggingface import trunk_of
-from verl.modeling.indexing import scatter_rows
 from verl.modeling.model_types import ATTENTION_LAYERS
 from verl.modeling.sequence_parallel import SequenceRanks
 from verl.modeling.shared_prefix import first_with_prompt, shared_prefix_layout
@@ -285,3 +287,61 @@ def _pack_shared(
     response_start = torch.where(layout.own_prompt, layout.end, layout.start)  # where the response of a row begins
     states = torch.where(t == 0, layout.end[row], response_start[row] + t) - 1
     return dataclasses.replace(Packing.from_lengths(layout.queries), keys=keys), layout.kept, states
+
+
+# ---- rows of a tensor -----------------------------------------------------------------------------------------------
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, index: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.row = x.shape[1:]
+        out = x.new_zeros(*shape, *ctx.row)  # returned itself: the output of a layer under FSDP2 must not be a view
+        out.view(-1, *ctx.row).index_copy_(0, index, x)
+        return out
+
+    @staticmethod
+    def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (index,) = ctx.saved_tensors
+        return g.reshape(-1, *ctx.row).index_select(0, index), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """x (count, ...) -> (N, ...): the rows at `index` (N,), which are distinct."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.count = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (index,) = ctx.saved_tensors
+        return g.new_zeros(ctx.count, *g.shape[1:]).index_copy_(0, index, g), None
+
+
+class _Repeat(torch.autograd.Function):
+    """x (N, ...) -> (M, ...): row source[i] as row i. representative: (N,), for each row of x a row equal to it."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, source: torch.Tensor, representative: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(source, representative)
+        return x.index_select(0, source)
+
+    @staticmethod
+    def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        source, representative = ctx.saved_tensors
+        duplicates = (representative[source] != torch.arange(len(source), device=source.device)).nonzero()[:, 0]
+        gradient = g.index_select(0, representative).index_add_(0, source[duplicates], g.index_select(0, duplicates))
+        return gradient, None, None
+
+
+def scatter_rows(x: torch.Tensor, index: torch.Tensor, *shape: int) -> torch.Tensor:
+    """x (N, ...) -> (*shape, ...): row i at index[i] of the flattened shape, 0 elsewhere. The indices are distinct."""
+    return _Scatter.apply(x, index, shape)
+
+
+gather_rows = _Gather.apply
+repeat_rows = _Repeat.apply

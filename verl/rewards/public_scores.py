@@ -24,8 +24,8 @@ def default_compute_score(
 ) -> Any:
     """The score by the rule of the data source: a number, as in public verl; of `math_dapo` and `aime` a dict.
 
-    Programs run in the sandbox of this machine, whatever the arguments about another sandbox are. A rule that returns
-    a dict and is not built in keeps it.
+    Programs run in the sandbox of this machine, whatever the arguments about another sandbox are. A custom rule
+    that returns a dict keeps it.
 
     Raises:
         NotImplementedError: The data source has no rule.

@@ -20,14 +20,12 @@ from verl.single_controller import WorkerGroup
 from verl.single_controller.cluster import StartedRoles
 from verl.tracking.trackers import Rows
 from verl.trainer.checks.preflight import FLOW, Run, run_checks
-from verl.trainer.guards.bad_steps import BadSteps
 from verl.trainer.guards.base import RESTART, ROLL_BACK, SKIP, Guard, ask, decide, load_callbacks
 from verl.trainer.guards.early_stopping import ValidationWatch
 from verl.trainer.guards.interruption import Interruption, Stopped, UnfinishedStep
 from verl.trainer.guards.mismatch import MismatchLimit
-from verl.trainer.guards.operator_watch import OperatorWatch
-from verl.trainer.guards.profile import ProfiledSteps
-from verl.trainer.guards.restarts import Restarts, log_restart, settings_for_devices_left
+from verl.trainer.guards.operator_watch import OperatorWatch, ProfiledSteps
+from verl.trainer.guards.restarts import BadSteps, Restarts, log_restart, settings_for_devices_left
 from verl.trainer.output.metrics import timing_metrics
 from verl.trainer.output.run_log import RunLog, warn_nothing_to_train
 from verl.trainer.runner import FlowRunner
@@ -48,7 +46,7 @@ GUARDS: tuple[type[Guard], ...] = (
     ValidationWatch,
     Restarts,  # last: what no other guard can repair
 )
-"""The guards of every run, in the order in which they are asked: of an error, the first action counts."""
+"""The guards of a run, in the order in which they are asked: of an error, the first action counts."""
 
 
 class Trainer(ABC):
@@ -87,7 +85,8 @@ class Trainer(ABC):
         self.roles: dict[str, WorkerGroup] = StartedRoles()
         self.batch: DataProto | None = None
         self.on_step: list[Callable[[StepReport], None]] = []
-        self.guards: list[Guard] = [*(make(run.config) for make in GUARDS), *load_callbacks(trainer.callbacks)]
+        guards = [make(run.config) for make in GUARDS]
+        self.guards = [*(guard for guard in guards if guard.is_on), *load_callbacks(trainer.callbacks)]
         self._watch = next(guard for guard in self.guards if isinstance(guard, ValidationWatch))
         total_steps: int = trainer.total_training_steps or source.steps_per_epoch * trainer.total_epochs
         self.view = RunView(run, source, self.roles, self.folder, total_steps, self.unwatched)

@@ -20,7 +20,7 @@ from verl.trainer.checks.preflight import INPUTS, Recipe, Settings, recipe_of, r
 from verl.trainer.startup.arguments import prepare_run
 from verl.trainer.startup.inputs import load_sft_inputs, prompt_source
 from verl.trainer.state.checkpointing import describe_saving
-from verl.workers.sft import SFTWorker
+from verl.workers.engine_worker import SFTWorker
 
 logger = logging.getLogger("verl.trainer")
 

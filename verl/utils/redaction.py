@@ -1,6 +1,6 @@
 """Removes secrets and control characters from logs and files.
 
-Secrets are found by the names of settings and environment variables, and in URLs. Their values are replaced wherever
+Secrets are found by the names of settings and environment variables, and in URLs. Their values are replaced in all that
 the library writes or prints: configurations, logs, errors, records of runs. A value that a setting reads from the
 environment is replaced by its expression, `${oc.env:NAME}`, so that a saved configuration can be loaded again.
 """

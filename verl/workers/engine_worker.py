@@ -1,27 +1,31 @@
-"""Base class of workers with a training engine: construction, update loop and checkpoints."""
+"""Workers with a training engine: their base class (construction, update loop and checkpoints), and that of SFT."""
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 
+from verl.algorithms.kl import sft_nll
 from verl.algorithms.masked import LossAggregation
 from verl.checkpoints.manifest import DELETE
 from verl.columns import find_bad_values
 from verl.config import schema
-from verl.engines.base import EngineSpec, MicroBatching, TrainEngine, make_engine
-from verl.engines.metrics import MetricSums
+from verl.engines.base import EngineSpec, MicroBatching, Objective, TrainEngine, make_engine
+from verl.engines.micro_batch import MetricSums
+from verl.modeling.huggingface import read_config
+from verl.planner.devices import known_gpu
+from verl.planner.shapes import ModelShape
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Coordinates, Dispatch, register
 from verl.single_controller.worker import Worker
 from verl.utils.device import resolve_device
 from verl.utils.disk import file_sizes
-from verl.workers.utilization import Utilization
 
 logger = logging.getLogger("verl.workers")
 
@@ -31,7 +35,7 @@ class EngineWorker(Worker):
 
     engine: TrainEngine
     checkpoint: schema.CheckpointConfig
-    _utilization: Utilization | None = None
+    _utilization: "Utilization | None" = None
 
     def build_engine(
         self,
@@ -215,3 +219,99 @@ def aggregation(
     tokens = response_mask.bool()
     counts = engine.sum_over_ranks([float(tokens.sum()), float(tokens.any(-1).sum())])
     return LossAggregation(mode, *counts, scale_factor=scale_factor or tokens.shape[-1])
+
+
+# ---- supervised fine-tuning (SFT): maximizes the likelihood of the response tokens -----------------------------------
+
+
+class SFTWorker(EngineWorker):
+    """One model that is fine-tuned on demonstrations."""
+
+    def __init__(self, config: schema.SFTConfig, *, total_training_steps: int):
+        data = config.data
+        self.checkpoint = config.checkpoint
+        self.micro = micro_batching(data.micro_batch_size_per_gpu, data.use_dynamic_bsz, data.max_token_len_per_gpu)
+        self.engine = self.build_engine(
+            config.engine.strategy,
+            config.model,
+            config.engine.selected,
+            config.optim,
+            device=config.trainer.device,
+            total_training_steps=total_training_steps,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update(self, batch: DataProto) -> dict[str, Any]:
+        """One optimizer step on the batch."""
+        with self.update_pass(batch, "train", one_step=True) as update:
+            for mini in update.mini_batches:
+                agg = aggregation("token-mean", mini.batch["response_mask"], self.engine)
+                update.add(self.engine.train_batch(mini, sft_objective(agg), self.micro))
+        return update.finish()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """Column old_log_probs, with the current weights."""
+        values = self.engine.infer(batch, ("log_probs",), self.micro)
+        return DataProto.from_dict({"old_log_probs": values["log_probs"]})
+
+
+def sft_objective(agg: LossAggregation) -> Objective:
+    """Negative log-likelihood of the response tokens; agg: counts of the whole mini-batch."""
+    return Objective(lambda outputs, columns: sft_nll(outputs["log_probs"], columns["response_mask"], agg))
+
+
+# ---- model FLOPs utilization (MFU) of updates -----------------------------------------------------------------------
+
+# The share of a GPU's peak rate that the model's own operations use.
+# Chowdhery et al. 2022, "PaLM", arXiv 2204.02311, appendix B. FLOPs: matmuls with the weights, causal attention, and
+# the logits of the response tokens; three times the forward pass for an update, twice with LoRA, whose base weights get
+# no gradient. Recomputed activations, vision towers and adapters do not count.
+
+
+def forward_flops(shape: ModelShape, lengths: Sequence[int], outputs: int, value_head: bool = False) -> float:
+    """FLOPs of a forward pass.
+
+    Args:
+        lengths: tokens of each row.
+        outputs: positions at which logits are computed.
+        value_head: one output instead of logits.
+    """
+    head = shape.hidden if value_head else shape.embedding
+    attention = 4 * shape.q_size * shape.layers * sum(length * (length + 1) / 2 for length in lengths)
+    return 2 * (sum(lengths) * shape.matrices() + outputs * head) + attention
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """The shape of a model and the peak rate of its ranks."""
+
+    shape: ModelShape
+    peak: float  # FLOP/s in 16 bits of all ranks that share a row
+    passes: int  # FLOPs of an update, as a multiple of those of a forward pass
+    value_head: bool  # whether the model has one output instead of logits
+
+    @classmethod
+    def find(
+        cls, model: schema.ModelConfig, kind: str, device: torch.device, ranks: int, dtype: str
+    ) -> "Utilization | None":
+        """The utilization of a model; None if its shape or the peak rate of the device is unknown, or in float32. kind:
+        as in `EngineSpec`. ranks: those that share a row. dtype: of the computation."""
+        if device.type != "cuda" or dtype in ("fp32", "float32"):
+            return None
+        gpu = known_gpu(torch.cuda.get_device_name(device))
+        try:
+            config = read_config(model.path, model.override_config, model.trust_remote_code)
+            shape = ModelShape.from_config(config.get_text_config().to_dict())
+        except ValueError:
+            return None
+        if gpu is None:
+            return None
+        return cls(shape, gpu.peak * ranks, 2 if model.has_adapters else 3, kind == "value")
+
+    def mfu(self, batch: DataProto, seconds: float) -> float:
+        """The MFU of one pass over a batch (attention_mask, responses) in this time."""
+        lengths = batch.column("attention_mask").sum(-1).tolist()
+        outputs = int(batch.column("response_mask").count_nonzero())
+        flops = self.passes * forward_flops(self.shape, lengths, outputs, self.value_head)
+        return flops / (seconds * self.peak)

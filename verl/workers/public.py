@@ -21,10 +21,9 @@ from verl.planner.shapes import ModelShape
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.critic import CriticWorker as _Critic
-from verl.workers.engine_worker import EngineWorker
+from verl.workers.engine_worker import EngineWorker, forward_flops
 from verl.workers.policy import ActorWorker, RefWorker
 from verl.workers.reward_model import RewardModelWorker as _RewardModel
-from verl.workers.utilization import forward_flops
 
 
 class _PublicWorker(EngineWorker):

@@ -41,8 +41,7 @@ from verl.engines.megatron.runtime import check_device, join_groups
 from verl.engines.megatron.weight_files import WeightFiles
 from verl.engines.megatron.weights import WeightGatherer, WeightShards, global_names, load_weights, mark_shards
 from verl.engines.memory import OnDevice
-from verl.engines.metrics import MetricSums
-from verl.engines.micro_batch import plan_micro_batches, split_to, take_rows
+from verl.engines.micro_batch import MetricSums, plan_micro_batches, split_to, take_rows
 from verl.engines.optimizer import clip_gradients, lr_multiplier
 from verl.engines.parallel import reduce_values
 from verl.engines.routing import ROUTED_EXPERTS, check_routing, set_replay

@@ -25,11 +25,10 @@ from verl.rollout.native.generic.cache import Layout
 from verl.rollout.native.generic.support import check_modules
 from verl.rollout.native.kv_cache import BatchInvariantCache, SlotCache
 from verl.rollout.native.model import is_readable, read_decoder
-from verl.rollout.native.position_decoder import PositionDecoder
 from verl.rollout.native.scheduler import Row, SlotScheduler
 from verl.rollout.native.speculation import KEY as SPECULATION
 from verl.rollout.native.speculation import PromptLookup
-from verl.rollout.native.torch_decoder import PREFILL_TOKENS, TorchDecoder
+from verl.rollout.native.torch_decoder import PREFILL_TOKENS, PositionDecoder, TorchDecoder
 from verl.rollout.request import Completion, Request, SamplingParams
 from verl.rollout.routed_experts import RECORDING_KEY
 from verl.rollout.sampling import SAMPLING_KEYS

@@ -234,7 +234,7 @@ def _greet(host: str, port: int) -> None:
         if os.environ.get("RAY_USE_TLS", "0") == "0":
             connection.sendall(_HTTP2)
             if file.read(4)[3:] != b"\4":  # the settings of a gRPC server
-                raise ConnectionError("another service answers")
+                raise ConnectionError("another service responds")
 
 
 @contextlib.contextmanager

@@ -52,6 +52,9 @@ class Guard:
     Guards are called in the order of `Trainer.guards`. Of an error, the first action counts; after a step, all do.
     """
 
+    #: False in the constructor of a guard of `GUARDS`: the configuration switches it off, and it is never called
+    is_on = True
+
     def at_start(self, view: "RunView") -> None:
         """The workers are started and the checkpoint is loaded. Called again after a restart or a rollback."""
 

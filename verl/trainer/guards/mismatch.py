@@ -47,14 +47,16 @@ class MismatchLimit(Guard):
     the run, later ones warn."""
 
     def __init__(self, config: Schema):
-        self._settings = config.actor_rollout_ref.rollout if isinstance(config, Config) else None
-        self._quantization = config.actor_rollout_ref.model.quantization if isinstance(config, Config) else None
+        self.is_on = isinstance(config, Config) and config.actor_rollout_ref.rollout.max_mismatch != 0
+        if self.is_on:
+            self._settings = config.actor_rollout_ref.rollout
+            self._quantization = config.actor_rollout_ref.model.quantization
         self._is_first = True
         self._worst = 0.0  # the largest mismatch that was warned of
 
     def after_step(self, view: RunView, report: StepReport) -> None:
         """Raises RolloutMismatchError in the first step that measures a mismatch above the limit."""
-        if self._settings is None or _METRIC not in report or self._settings.max_mismatch == 0:
+        if _METRIC not in report:
             return
         versions = report.batch.tensors.get("weight_version")
         if versions is not None and versions.min() < report.step - 1:

@@ -3,6 +3,8 @@
 Calls of workers in other processes have limits of their own (`verl.single_controller`), and name the rank. The watch
 covers the rest: its limit is that of the operator as a whole. It raises in the thread that runs the flow, so code in C
 that holds the interpreter lock cannot be ended.
+
+ProfiledSteps: traces of `trainer.profile_steps`, one per process, written by torch.profiler.
 """
 
 import ctypes
@@ -17,9 +19,10 @@ from typing import Any
 
 from verl.config.fields import Schema
 from verl.processes.limits import Durations
+from verl.single_controller import WorkerGroup
 from verl.single_controller.cluster import wait_limits
 from verl.trainer.guards.base import Guard
-from verl.trainer.view import RunView
+from verl.trainer.view import RunView, StepReport
 
 logger = logging.getLogger("verl.trainer")
 
@@ -120,3 +123,42 @@ class OperatorWatch(Guard):
         name, start = self._late
         if not handled and self._view.running_operators().get(name) == start:  # it has not ended at this moment
             raise _Interrupt
+
+
+class ProfiledSteps(Guard):
+    """Lets every process of the workers record these steps, into the folder `profile` of the run."""
+
+    def __init__(self, config: Schema):
+        self._steps = frozenset(config.trainer.profile_steps or ())
+        self.is_on = bool(self._steps)
+        self._is_recording = False
+
+    def at_start(self, view: RunView) -> None:
+        late = sorted(step for step in self._steps if step > view.total_steps)
+        if late:
+            logger.warning("trainer.profile_steps: the run ends at step %d, before %s", view.total_steps, late)
+
+    def before_step(self, view: RunView) -> None:
+        if view.step + 1 in self._steps:
+            self._is_recording = True
+            for group in _groups(view).values():
+                group.start_profile()
+
+    def after_step(self, view: RunView, report: StepReport) -> None:
+        if self._is_recording:
+            self._is_recording, folder = False, view.folder / "profile"
+            for role, group in _groups(view).items():
+                group.stop_profile(str(folder / f"step_{report.step}_{role}"))
+            logger.info("step %d: traces of all processes in %s (https://ui.perfetto.dev)", report.step, folder)
+
+    def at_end(self, view: RunView) -> None:
+        """After a step that failed, end the recording of this process; other processes end, or start another."""
+        for group in _groups(view).values() if self._is_recording else ():
+            if group.processes is None:
+                group.stop_profile(None)
+
+
+def _groups(view: RunView) -> dict[str, WorkerGroup]:
+    """One role of each set of processes, and its group."""
+    groups = {group.processes: (role, group) for role, group in reversed(view.roles.items())}
+    return dict(groups.values())

@@ -3,6 +3,12 @@
 A restart does what running the same command again does: it ends all workers, starts new ones and loads the newest
 checkpoint that is complete, so its results are those of a run that was resumed by hand. An error that appears twice in
 the same step is not an accident, and ends the run.
+
+Bad steps: steps with a skipped update, or whose update broke the weights. They are logged, counted, and end the run.
+
+A bad step is not saved, so that a run never resumes from one. After `trainer.max_skipped_steps` bad steps in a row, or
+at once if the weights are broken, the run stops or, with `trainer.on_bad_steps=rollback`, returns once to its last
+checkpoint and continues with the prompts after the bad ones (as Chowdhery et al. 2022, arXiv 2204.02311, section 5.1).
 """
 
 import logging
@@ -11,9 +17,10 @@ import re
 from verl.config.fields import Schema
 from verl.single_controller.worker_group import NodeLost, WorkerDied, WorkerError, WorkerTimeout
 from verl.tracking.run_record import collected
-from verl.trainer.guards.base import RESTART, Action, Guard
+from verl.trainer.guards.base import RESTART, ROLL_BACK, SKIP, Action, Guard
 from verl.trainer.guards.operator_watch import OperatorTimeout
-from verl.trainer.view import RunView
+from verl.trainer.state.checkpointing import BadStepsError
+from verl.trainer.view import RunView, StepReport
 
 logger = logging.getLogger("verl.trainer")
 
@@ -26,6 +33,7 @@ class Restarts(Guard):
 
     def __init__(self, config: Schema):
         self._limit = config.trainer.max_restarts
+        self.is_on = self._limit > 0
         self._seen: set[tuple] = set()  # errors that have ended an attempt of this `fit`
 
     def on_error(self, view: RunView, error: BaseException) -> Action | None:
@@ -34,8 +42,7 @@ class Restarts(Guard):
         obstacle = self._obstacle(view, error)
         if obstacle is None:
             return RESTART
-        if self._limit:
-            error.add_note(f"no restart: {obstacle}")
+        error.add_note(f"no restart: {obstacle}")
         return None
 
     def _obstacle(self, view: RunView, error: Exception) -> str | None:
@@ -95,3 +102,59 @@ def settings_for_devices_left(view: RunView, error: BaseException) -> Schema:
         return config
     error.add_note("no restart: the devices that are left are not sufficient")
     raise error
+
+
+# ---- bad steps ------------------------------------------------------------------------------------------------------
+
+
+SKIPPED, BROKEN = "grad_skipped", "broken_tensors"
+
+
+class BadSteps(Guard):
+    """Counts the bad steps of a run."""
+
+    def __init__(self, config: Schema):
+        self._settings = config.trainer
+        self._in_a_row = 0  # bad steps since the last good one
+        self._last_step = 0
+
+    def after_step(self, view: RunView, report: StepReport) -> Action | None:
+        """Count a bad step. Raises BadStepsError if the run cannot continue after it."""
+        bad = {name: value for name, value in report.metrics.items() if name.endswith((SKIPPED, BROKEN)) and value > 0}
+        follows, self._last_step = report.step == self._last_step + 1, report.step  # False: the run was rewound
+        self._in_a_row = self._in_a_row * follows + 1 if bad else 0
+        if not bad:
+            return None
+        logger.error("step %d is bad (%s)", report.step, _format_metrics(bad))
+        checkpointer, limit = view.checkpointer, self._settings.max_skipped_steps
+        for name in bad:
+            if name.endswith(BROKEN):
+                checkpointer.wait()
+                role = name.partition("/")[0]
+                checkpointer.require_finite("actor" if role == "train" else role, report.step)
+        if 0 < limit <= self._in_a_row:
+            checkpointer.wait()
+            raise BadStepsError(
+                f"{limit} steps in a row had skipped updates ({_format_metrics(bad)} in step {report.step}): a "
+                "gradient, a loss or a column of the batch was not finite. Look at the metrics of the steps before "
+                "(learning rate, KL, lengths). trainer.max_skipped_steps sets the limit (0: no limit); "
+                f"{checkpointer.newest()}"
+            )
+        return SKIP if limit else None
+
+    def on_error(self, view: RunView, error: BaseException) -> Action | None:
+        """After bad steps, roll back once. Otherwise, a note of the error says why not."""
+        if not isinstance(error, BadStepsError) or self._settings.on_bad_steps != "rollback":
+            return None
+        if view.interrupted is not None:
+            return None
+        checkpointer = view.checkpointer
+        if checkpointer.rollbacks or checkpointer.saved_path is None:
+            reason = "the run has rolled back once already" if checkpointer.rollbacks else "there is no checkpoint yet"
+            error.add_note(f"trainer.on_bad_steps=rollback: {reason}")
+            return None
+        return ROLL_BACK
+
+
+def _format_metrics(bad: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3g}" for name, value in bad.items())

@@ -17,7 +17,7 @@ from verl.config import schema
 from verl.data.order import PromptSource
 from verl.dataflow.flow import Total
 from verl.dataflow.operator import Stateful
-from verl.engines.metrics import MetricSums
+from verl.engines.micro_batch import MetricSums
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
 from verl.rewards.responses import reward_tensor

@@ -51,7 +51,7 @@ def _reason(model_class: type, config: Any) -> str | None:
         return "its forward method takes no cache"
     caches = [each.__name__ for home in homes for each in vars(home).values() if _is_own(each, Cache, home)]
     if caches:
-        return f"it has a cache of its own ({caches[0]})"
+        return f"it has a separate cache ({caches[0]})"
     layers = DynamicCache(config=config).layers
     with_keys = [layer for layer in layers if isinstance(layer, CacheLayerMixin)]
     with_states = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
