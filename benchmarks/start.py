@@ -20,7 +20,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
@@ -88,6 +90,38 @@ def marked(owner: Any, method: str, name: str) -> None:
     setattr(owner, method, wrapper)
 
 
+def sampled(target: str) -> None:
+    """While the method runs in another thread, note where the main thread is: a mark for each of the ten most frequent
+    places, with its seconds."""
+    from pkgutil import resolve_name
+
+    owner, _, method = target.replace(":", ".").rpartition(".")
+    owner = resolve_name(owner)
+    call = getattr(owner, method)
+
+    @wraps(call)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        done, places = threading.Event(), Counter()
+
+        def sample() -> None:
+            while not done.wait(0.1):
+                frame, lines = sys._current_frames().get(threading.main_thread().ident), []
+                while frame is not None and len(lines) < 4:
+                    lines.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+                    frame = frame.f_back
+                places[" < ".join(lines)] += 1
+
+        threading.Thread(target=sample, daemon=True).start()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            done.set()
+            for place, count in places.most_common(10):
+                mark(f"during the write at {place}", count / 10)
+
+    setattr(owner, method, wrapper)
+
+
 if MARKS in os.environ and CONTROLLER not in os.environ:
     os.environ[CONTROLLER] = str(os.getpid())
     mark("torch imported")
@@ -98,6 +132,7 @@ if MARKS in os.environ:  # with one process, the worker is in that of the contro
     if os.environ[CONTROLLER] != str(os.getpid()):
         mark("process up")
     install(IN_WORKER | (ON_GPU if torch.cuda.is_available() else {}))
+    sampled("verl.engines.checkpoint:ShardWriter.write")
 
 
 # ---- the benchmark --------------------------------------------------------------------------------------------------
