@@ -101,6 +101,7 @@ def engine_of(path: str, **keys: Any):
     return make_engine(path, OptimConfig(lr=1e-2), **FLOAT64, **keys)
 
 
+@pytest.mark.fast("qwen2_vl*", "qwen3_vl*", "gemma3*")
 @pytest.mark.parametrize(("path", "family"), [(f, f) for f in FAMILIES], indirect=["path"])
 def test_log_probs_are_those_of_transformers(path, family):
     engine = make_engine(path, kernels="fused")

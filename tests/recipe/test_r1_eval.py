@@ -80,6 +80,7 @@ def test_metrics_of_a_table_by_hand(responses, capsys):
     assert "pass@1" in shown and "avg@" not in shown and "score" not in shown  # avg@4 and the score are the accuracy
 
 
+@pytest.mark.slow
 def test_custom_k_and_different_numbers_of_responses(tmp_path, capsys):
     path = write_responses(tmp_path / "a.parquet", [("a", [1, 0, 1]), ("a", [0, 1]), ("b", [1, 0, 0, 0, 1, 1])])
     report = evaluate(path, "evaluation.k=[2]")["evaluated"]

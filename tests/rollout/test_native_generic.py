@@ -190,6 +190,7 @@ def test_the_cache_has_the_real_sizes():
     assert decoder.cache_bytes_per_row == 2 * 4 * (8 * 8 * 8 + (64 + 2 * 2 * 8) * 4), "states and convolution inputs"
 
 
+@pytest.mark.slow
 def test_a_small_cache_runs_fewer_rows_at_once():
     module, sent = model("falcon_h1"), requests(seed=1)
     decoder = NativeRollout(module).read()

@@ -178,6 +178,7 @@ def test_sft_on_rows(tiny, tmp_path):
 # ---- steps, generation ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_steps_and_several_fits_train_as_one_fit_does(config, tiny, tmp_path):
     rows = rows_of(tiny / "train.jsonl")
     found: dict[str, list] = {"one": [], "many": []}

@@ -133,6 +133,7 @@ def test_a_role_that_the_checkpoint_does_not_have(saved):
 KL = ["actor_rollout_ref.actor.use_kl_loss=true"]  # as with algorithm.name=grpo
 
 
+@pytest.mark.slow
 def test_a_run_without_a_name_resumes_itself_and_no_other_experiment(settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plain = [s for s in settings if not s.startswith("trainer.default_local_dir")]

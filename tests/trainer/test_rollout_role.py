@@ -208,6 +208,7 @@ def test_dynamic_sampling_sleeps_after_its_last_pass(settings):
     assert names.index("sleep_rollout") == names.index("filter_groups") + 1
 
 
+@pytest.mark.slow
 def test_the_rollout_sleeps_while_a_reward_model_computes_between_two_passes(settings, tmp_path, monkeypatch):
     judge = tiny_model("qwen2", tmp_path / "judge", seed=1)
     torch.manual_seed(2)

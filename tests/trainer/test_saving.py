@@ -78,6 +78,7 @@ def test_a_run_saves_at_its_end(given, saved, chosen, tmp_path, caplog):
     assert ("nothing with trainer.save_at_end=false" in caplog.text) == (given == ["trainer.save_freq=-1"])
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_checksums_are_computed(chosen, tmp_path, caplog, monkeypatch):
     """The end of the run waits for them, and says so."""
     gate, seal, write = threading.Event(), store._seal, ShardWriter.write
