@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from verl.modeling.huggingface import VALUE_HEADS, load_with_report
+from verl.weight_sync.verify import equal_bits
 
 _AUTO_CLASSES = {
     "ForCausalLM": "AutoModelForCausalLM",
@@ -92,9 +93,7 @@ def main_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are bitwise equal (NaN equals itself)."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+    return a.shape == b.shape and a.dtype == b.dtype and equal_bits(a, b)
 
 
 def load(source: WeightSource, model: Any, dtype: torch.dtype | None) -> Any:
