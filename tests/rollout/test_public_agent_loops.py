@@ -29,6 +29,7 @@ class OldLoop(AgentLoopBase):
             None, lambda: self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         )
         prompt_ids = self.tokenizer(text)["input_ids"]
+        assert self.tokenizer.apply_chat_template(messages, add_generation_prompt=True) == prompt_ids  # a list of ids
         with simple_timer("generate_sequences", metrics):
             ids = await self.server_manager.generate(
                 request_id=uuid4().hex, prompt_ids=prompt_ids, sampling_params=sampling_params

@@ -33,6 +33,7 @@ from verl.agents.loop import (
 from verl.agents.tools.load import load_class, read_yaml_list
 from verl.rollout.request import Completion, Request, SamplingParams, media_of
 from verl.utils.rng import fork_seed
+from verl.utils.tokenizer import with_id_lists
 
 #: sampling parameters that an agent cannot change, and those that it can
 _FIXED = ("temperature", "top_k", "top_p", "min_p", "ignore_eos")
@@ -203,7 +204,7 @@ class PublicLoop:
     """An `AgentLoop` that runs a loop of public verl. kwargs: further arguments of its constructor."""
 
     def __init__(self, cls: type[AgentLoopBase], config: BaseModel, tokenizer: Any, kwargs: Mapping[str, Any] = {}):
-        self.cls, self.tokenizer, self.kwargs = cls, tokenizer, dict(kwargs)
+        self.cls, self.tokenizer, self.kwargs = cls, with_id_lists(tokenizer), dict(kwargs)
         rollout = config.model_dump()
         data = {"apply_chat_template_kwargs": rollout["multi_turn"]["apply_chat_template_kwargs"]}
         self.config = DictConfigWrap(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": data}))
