@@ -14,6 +14,7 @@ and their log-probs are taken from there.
 import asyncio
 import dataclasses
 import inspect
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -198,6 +199,18 @@ class AgentLoopBase(ABC):
         settings = {**kwargs, "tools": tools, "add_generation_prompt": True, "tokenize": False}
         text = self.tokenizer.apply_chat_template(messages, **settings)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+class SingleTurnAgentLoop(AgentLoopBase):
+    """One completion for the prompt: the base class of loops that change the result of `run`."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        prompt_ids = await self.apply_chat_template(list(kwargs["raw_prompt"]))
+        output = await self.server_manager.generate(
+            uuid.uuid4().hex, prompt_ids=prompt_ids, sampling_params=sampling_params
+        )
+        mask = [1] * len(output.token_ids)
+        return AgentLoopOutput(prompt_ids=prompt_ids, response_ids=output.token_ids, response_mask=mask, num_turns=2)
 
 
 class PublicLoop:
