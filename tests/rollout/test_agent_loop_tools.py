@@ -232,9 +232,7 @@ def test_limits_of_turns_and_tokens(files, tokenizer, caplog):
     turn = call("add", a=1, b=1)
     limited = tool_loop(files, tokenizer, "multi_turn.max_assistant_turns=2")
     trajectory = run(limited, Policy(tokenizer, turn, turn, "never"))
-    assert (
-        trajectory.turns == 2 and trajectory.metrics["tool_calls"] == 1 and trajectory.segments[-1].author == "policy"
-    )
+    assert (trajectory.turns, trajectory.metrics["tool_calls"], trajectory.segments[-1].author) == (2, 1, "policy")
     limited = tool_loop(files, tokenizer, "multi_turn.max_user_turns=1")
     assert run(limited, Policy(tokenizer, turn, turn, "never")).turns == 2
     tokens = len(tokenizer.encode(turn)) + 1
