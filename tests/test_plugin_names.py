@@ -74,7 +74,7 @@ def test_exceptions_are_needed(path):
         ("verl/planner/x.py", '"""The engine vllm."""', set()),
         ("verl/rollout/vllm/x.py", 'name = "vllm"; other = "sglang"', {"sglang"}),
         ("verl/config/checks/x.py", '{"remax": 1}', {"remax"}),
-        ("verl/config/presets.py", '"remax"', set()),
+        ("verl/recipe/x.py", '"remax"', set()),
         ("verl/config/public/x.py", '"remax", "vllm", "megatron"', set()),
     ],
 )

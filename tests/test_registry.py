@@ -144,7 +144,17 @@ def test_a_dotted_module(folder):
     (folder / "users_pkg").mkdir()
     (folder / "users_pkg" / "__init__.py").write_text("")
     (folder / "users_pkg" / "losses.py").write_text("def mine():\n    return 7\n")
-    assert load_object("users_pkg.losses", "mine")() == 7
+    assert load_object("users_pkg.losses", "mine")() == load_object("pkg://users_pkg.losses", "mine")() == 7
+
+
+def test_a_file_that_is_also_a_module_registers_the_same_definition(folder):
+    (folder / "both.py").write_text("def loss():\n    return 1\n")
+    registry = Registry("loss")
+    for address in ("both", str(folder / "both.py")):
+        registry.register("mine", load_object(address, "loss"))
+    (folder / "third.py").write_text("def loss():\n    return 1\n")
+    with pytest.raises(ValueError, match="'mine' is already registered"):
+        registry.register("mine", load_object("third", "loss"))
 
 
 def test_names_that_a_package_loads_at_first_use():

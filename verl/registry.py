@@ -140,14 +140,21 @@ class Registry(MutableMapping[str, T]):
 
 
 def _same_definition(a: Any, b: Any) -> bool:
-    """Whether two objects are identical, or the same top-level `def` or `class` loaded twice.
+    """Whether two objects are identical, or the same top-level `def` or `class` loaded twice: a file may be both a
+    module (model.external_lib) and a path (custom_reward_function.path).
 
     Lambdas and objects made by a factory share their names, so they are compared by identity only.
     """
     if a is b:
         return True
     definitions = all(isinstance(x, type | FunctionType) and "<" not in x.__qualname__ for x in (a, b))
-    return definitions and _described(a) == _described(b)
+    return definitions and _definition(a) == _definition(b)
+
+
+def _definition(obj: Any) -> tuple[str, str]:
+    """The file of a function or class, or its module if it has no file, and its name there."""
+    file = getattr(sys.modules.get(obj.__module__), "__file__", None)
+    return os.path.realpath(file) if file else obj.__module__, obj.__qualname__
 
 
 def _is_builtin(obj: Any) -> bool:
@@ -168,7 +175,8 @@ def _described(obj: Any) -> str:
 
 
 def import_module(address: str) -> ModuleType:
-    """Import `pkg.module`, or the file `path/to/file.py`. A file is imported once, and again once it changed.
+    """Import `pkg.module` (in public verl also `pkg://pkg.module`), or the file `path/to/file.py`. A file is imported
+    once, and again once it changed.
 
     Raises:
         ValueError: if there is no such file or module, or it calls sys.exit. Other errors raised by the imported code
@@ -186,6 +194,7 @@ def import_module(address: str) -> ModuleType:
 def _import_module(address: str) -> ModuleType:
     if not address.strip():
         raise ValueError(f"expected a module name or the path to a .py file, found {address!r}")
+    address = address.removeprefix("pkg://")
     if not (address.endswith(".py") or "/" in address):
         try:
             return importlib.import_module(address)

@@ -205,6 +205,12 @@ SCRIPTS = {
         trainer.validation_data_dir=validation trainer.log_val_generations=0 reward.custom_reward_function.path=r.py
         reward.custom_reward_function.name=compute_score reward_model.reward_manager=naive""",
     ),
+    "manager and dataset of packages": (
+        ("reward.reward_manager.module.path", "my_package.managers", 0),
+        """algorithm.adv_estimator=grpo reward_manager.source=importlib reward_manager.name=MyManager
+        reward_manager.module.path=my_package.managers data.custom_cls.path=pkg://my_package.data
+        data.custom_cls.name=MyDataset""",
+    ),
 }
 
 

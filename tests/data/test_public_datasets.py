@@ -62,7 +62,9 @@ class Messages(RLHFDataset):
 
     def __getitem__(self, item):
         row_dict = dict(self.dataframe[item])
+        assert (self.return_raw_chat, self.return_full_prompt, self.image_key) == (True, False, "images")
         row_dict["raw_prompt"] = self._build_messages(row_dict)
+        assert isinstance(self.tokenizer.apply_chat_template(row_dict["raw_prompt"], tokenize=True), list)
         row_dict["dummy_tensor"] = torch.tensor([0], dtype=torch.uint8)
         row_dict["data_source"], row_dict["index"] = "own", item
         row_dict["reward_model"] = {"style": "rule", "ground_truth": row_dict.pop("answer")}

@@ -294,6 +294,46 @@ def test_a_subclass_of_a_public_manager(tokenizer, tmp_path, base):  # noqa: F81
     assert manager(PUBLIC_BATCH).sum(1).tolist() == [1.0, 0.0, 1.0]
 
 
+VERIFIES = """
+import torch
+
+from verl.workers.reward_manager import {base}
+
+
+class Verified({base}):
+    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="s", overlong_buffer_cfg=None):
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
+        self.bonus = overlong_buffer_cfg.len
+
+    def verify(self, data):
+        scores = super().verify(data)
+        data.batch["acc"] = torch.tensor(scores)
+        return [{{"score": score + self.bonus, "acc": score}} for score in scores]
+
+
+def score_all(data_sources, solution_strs, ground_truths, extra_infos):
+    return [float(text.upper() == truth) for text, truth in zip(solution_strs, ground_truths)]
+"""
+
+
+@pytest.mark.parametrize(("base", "function"), [("BatchRewardManager", "score_all"), ("PrimeRewardManager", None)])
+def test_verify_of_a_subclass_gives_the_scores(tokenizer, tmp_path, base, function):  # noqa: F811
+    path = str(tmp_path / "managers.py")
+    (tmp_path / "managers.py").write_text(VERIFIES.format(base=base))
+    settings = {"overlong_buffer": {"len": 2}, "on_error": "raise", "timeout": None}  # the run passes those of all
+    manager = load_reward_manager(
+        *(tokenizer,),
+        manager="Verified",
+        manager_path=path,
+        manager_kwargs=settings,
+        function_path=function and path,
+        function_name=function or "compute_score",
+    )
+    result = manager(PUBLIC_BATCH, return_dict=True)
+    assert result["reward_tensor"].sum(1).tolist() == [3.0, 2.0, 3.0]
+    assert result["reward_extra_info"] == {"acc": [1.0, 0.0, 1.0]} and "acc" not in PUBLIC_BATCH
+
+
 def test_the_public_constructors(tokenizer):  # noqa: F811
     def reverse(data_source, solution_str, ground_truth, extra_info=None):
         return float(solution_str.upper() != ground_truth)

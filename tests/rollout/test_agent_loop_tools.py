@@ -228,18 +228,18 @@ def test_parallel_calls_keep_their_order_and_more_of_them_are_refused(files, tok
     assert trajectory.metrics["tool_calls"] == 3 and trajectory.metrics["tool_errors"] == 1
 
 
-def test_limits_of_turns_and_tokens(files, tokenizer):
+def test_limits_of_turns_and_tokens(files, tokenizer, caplog):
     turn = call("add", a=1, b=1)
     limited = tool_loop(files, tokenizer, "multi_turn.max_assistant_turns=2")
     trajectory = run(limited, Policy(tokenizer, turn, turn, "never"))
-    assert (
-        trajectory.turns == 2 and trajectory.metrics["tool_calls"] == 1 and trajectory.segments[-1].author == "policy"
-    )
+    assert (trajectory.turns, trajectory.metrics["tool_calls"], trajectory.segments[-1].author) == (2, 1, "policy")
     limited = tool_loop(files, tokenizer, "multi_turn.max_user_turns=1")
     assert run(limited, Policy(tokenizer, turn, turn, "never")).turns == 2
     tokens = len(tokenizer.encode(turn)) + 1
     short = run(limited, Policy(tokenizer, turn, "never"), max_tokens=tokens + 5)  # no place for the observation
     assert len(short) == tokens and short.finish_reason == "length"
+    run(limited, Policy(tokenizer, "done"), extra_info={"interaction_kwargs": {"name": "echo"}})  # data for both
+    assert "interaction_kwargs of samples have no effect" in caplog.text
     cut = run(limited, Policy(tokenizer, turn), max_tokens=tokens - 1)
     assert cut.finish_reason == "length" and cut.metrics["tool_calls"] == 0
 

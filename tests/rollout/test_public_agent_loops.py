@@ -11,6 +11,7 @@ import asyncio
 from typing import Any
 from uuid import uuid4
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.utils.profiler import simple_timer
 from verl.workers.rollout.replica import TokenOutput
 
@@ -29,6 +30,7 @@ class OldLoop(AgentLoopBase):
             None, lambda: self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         )
         prompt_ids = self.tokenizer(text)["input_ids"]
+        assert self.tokenizer.apply_chat_template(messages, add_generation_prompt=True) == prompt_ids  # a list of ids
         with simple_timer("generate_sequences", metrics):
             ids = await self.server_manager.generate(
                 request_id=uuid4().hex, prompt_ids=prompt_ids, sampling_params=sampling_params
@@ -37,6 +39,14 @@ class OldLoop(AgentLoopBase):
         return AgentLoopOutput(
             prompt_ids=prompt_ids, response_ids=ids, response_mask=[1] * len(ids), num_turns=2, metrics=metrics
         )
+
+class Changed(SingleTurnAgentLoop):
+    async def run(self, sampling_params, **kwargs):
+        output = await super().run(sampling_params, **kwargs)
+        output.reward_score = 0.5
+        return output
+
+register("changed")(Changed)
 
 @register("new_form")
 class NewLoop(AgentLoopBase):
@@ -60,7 +70,7 @@ class NewLoop(AgentLoopBase):
 """
 
 
-@pytest.mark.parametrize("name", ["old_form", "new_form"])
+@pytest.mark.parametrize("name", ["old_form", "changed", "new_form"])
 def test_single_turn_loops_of_two_releases_of_public_verl(name, tmp_path, tokenizer):  # noqa: F811
     (tmp_path / "single.py").write_text(SINGLE_TURN)
     import_module(str(tmp_path / "single.py"))
@@ -68,3 +78,4 @@ def test_single_turn_loops_of_two_releases_of_public_verl(name, tmp_path, tokeni
     trajectory = run(loop, Policy(tokenizer, "yes"), **columns)
     assert tokenizer.decode(trajectory.token_ids) == "yes<|im_end|>" and all(trajectory.response_mask)
     assert trajectory.info["num_turns"] == 2
+    assert trajectory.info.get("reward_score") == (0.5 if name == "changed" else None)

@@ -63,6 +63,7 @@ class MultiTurnLoop:
         schemas = tool_schemas(*files)
         self.tool_names = [schema["function"]["name"] for schema in schemas]
         self._unknown: set[str] = set()  # tools of samples that do not exist, each logged once
+        self._ignores_interactions = False
         classes = interaction_classes(self.config.interaction_config_path)
         self.interactions = list(classes)
         self.environments = [name for name, (cls, _) in classes.items() if is_environment(cls)]
@@ -168,8 +169,15 @@ class MultiTurnLoop:
             raise ValueError("extra_info.need_tools_kwargs is true, but the sample has no tools_kwargs")
         interaction_kwargs = columns.get("interaction_kwargs") or extra.get("interaction_kwargs")
         interaction_kwargs = dict(_checked("interaction_kwargs", interaction_kwargs))
+        if interaction_kwargs and not self.interactions:  # data that is also used without its interactions
+            interaction_kwargs = {}
+            if not self._ignores_interactions:
+                self._ignores_interactions = True
+                logger.warning(
+                    "interaction_kwargs of samples have no effect: multi_turn.interaction_config_path is null"
+                )
         name = interaction_kwargs.get("name") or (self.interactions[0] if len(self.interactions) == 1 else None)
-        if (interaction_kwargs or self.interactions) and name not in self.interactions:
+        if self.interactions and name not in self.interactions:
             raise ValueError(
                 f"interaction_kwargs of the sample: expected the name of an interaction, found {name!r}: "
                 f"{did_you_mean(str(name), self.interactions)}"

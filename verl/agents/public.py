@@ -14,6 +14,7 @@ and their log-probs are taken from there.
 import asyncio
 import dataclasses
 import inspect
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ from verl.agents.loop import (
 from verl.agents.tools.load import load_class, read_yaml_list
 from verl.rollout.request import Completion, Request, SamplingParams, media_of
 from verl.utils.rng import fork_seed
+from verl.utils.tokenizer import with_id_lists
 
 #: sampling parameters that an agent cannot change, and those that it can
 _FIXED = ("temperature", "top_k", "top_p", "min_p", "ignore_eos")
@@ -199,11 +201,23 @@ class AgentLoopBase(ABC):
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+class SingleTurnAgentLoop(AgentLoopBase):
+    """One completion for the prompt: the base class of loops that change the result of `run`."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        prompt_ids = await self.apply_chat_template(list(kwargs["raw_prompt"]))
+        output = await self.server_manager.generate(
+            uuid.uuid4().hex, prompt_ids=prompt_ids, sampling_params=sampling_params
+        )
+        mask = [1] * len(output.token_ids)
+        return AgentLoopOutput(prompt_ids=prompt_ids, response_ids=output.token_ids, response_mask=mask, num_turns=2)
+
+
 class PublicLoop:
     """An `AgentLoop` that runs a loop of public verl. kwargs: further arguments of its constructor."""
 
     def __init__(self, cls: type[AgentLoopBase], config: BaseModel, tokenizer: Any, kwargs: Mapping[str, Any] = {}):
-        self.cls, self.tokenizer, self.kwargs = cls, tokenizer, dict(kwargs)
+        self.cls, self.tokenizer, self.kwargs = cls, with_id_lists(tokenizer), dict(kwargs)
         rollout = config.model_dump()
         data = {"apply_chat_template_kwargs": rollout["multi_turn"]["apply_chat_template_kwargs"]}
         self.config = DictConfigWrap(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": data}))

@@ -115,8 +115,9 @@ def check_data(config: Schema) -> Iterator[Problem]:
 
 def check_code_file(key: str, path: str, is_module: bool = True) -> Iterator[Problem]:
     """A file must exist. is_module: a name such as my_package.tools is a Python module."""
-    file = expanded(path)
-    if not os.path.isfile(file) and not (is_module and file.suffix != ".py" and "/" not in path):
+    name = path.removeprefix("pkg://")  # public verl's form of a module
+    file = expanded(name)
+    if not os.path.isfile(file) and not (is_module and file.suffix != ".py" and "/" not in name):
         yield Problem(key, f"there is no file {path!r} (looked at {resolved(file)})")
 
 

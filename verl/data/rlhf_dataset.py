@@ -24,6 +24,7 @@ from verl.data.media import MediaPrompt
 from verl.data.readers import RowTable
 from verl.data.tokenization import TokenTable, refuse_media, truncate
 from verl.registry import load_object
+from verl.utils.tokenizer import with_id_lists
 
 logger = logging.getLogger("verl.data")
 
@@ -59,6 +60,9 @@ class RLHFDataset(PromptDataset):
         ValueError: invalid files, rows, tokenizer or settings; the message names file and row.
     """
 
+    # what a `__getitem__` of public verl reads: items have the messages, and no prompt with its template as text
+    return_raw_chat, return_full_prompt, need_tools_kwargs = True, False, False
+
     def __init__(
         self,
         data_files: str | Path | Sequence[str | Path],
@@ -71,6 +75,7 @@ class RLHFDataset(PromptDataset):
         self.max_samples = max_samples if max_samples >= 0 else self.config.train_max_samples
         self.prompt_key, self.truncation = self.config.prompt_key, self.config.truncation
         self.max_prompt_length = self.config.max_prompt_length
+        self.image_key, self.video_key = self.config.image_key, self.config.video_key
         self.filter_overlong_prompts = self.config.filter_overlong_prompts
         self.apply_chat_template_kwargs = self.config.apply_chat_template_kwargs
         self._tokenized: Rows | None = None
@@ -269,7 +274,7 @@ def create_custom_dataset(
     accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     optional = {"processor": processor, "max_samples": max_samples}
     optional = {name: value for name, value in optional.items() if accepts_any or name in parameters}
-    return cls(data_files=list(data_files), tokenizer=tokenizer, config=config, **optional)
+    return cls(data_files=list(data_files), tokenizer=with_id_lists(tokenizer), config=config, **optional)
 
 
 def check_ground_truth(dataset: Dataset, function: str, is_needed: bool) -> None:

@@ -14,7 +14,12 @@ from verl.rewards.managers import (
     is_public_manager,
     scores_single_samples,
 )
-from verl.rewards.public_managers import ColumnsRewardManager, SingleRewardManager, create_public_manager
+from verl.rewards.public_managers import (
+    ColumnsRewardManager,
+    SingleRewardManager,
+    create_public_manager,
+    with_settings,
+)
 from verl.rewards.resolve import as_score_function, default_compute_score, resolve_reward_function
 
 # Arguments that `load_reward_manager` passes itself.
@@ -57,6 +62,8 @@ def load_reward_manager(
     if function.form in COLUMN_FORMS and cls is NaiveRewardManager:  # the default manager
         cls = ColumnsRewardManager
     accepted, accepts_any = _constructor_parameters(cls)
+    if not accepts_any:
+        cls, kwargs = with_settings(cls, kwargs, accepted)
     for name in kwargs:
         if name not in accepted and not accepts_any:
             raise ValueError(

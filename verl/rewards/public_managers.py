@@ -16,7 +16,7 @@ import asyncio
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -241,6 +241,8 @@ class _PublicConstructor:
     """The constructor of public verl's managers. compute_score: None: the rules by data source. overlong_buffer_cfg:
     see `overlong_buffer` of DAPORewardManager."""
 
+    settings: Mapping[str, Any] = {}  # those of all managers, which the constructor of a subclass need not take
+
     def __init__(
         self,
         tokenizer: Any,
@@ -254,6 +256,7 @@ class _PublicConstructor:
         function = resolve.as_score_function(compute_score or resolve.resolve_reward_function())
         optional = {"max_resp_len": max_resp_len, "overlong_buffer": overlong_buffer_cfg}
         kwargs |= {name: value for name, value in optional.items() if value is not None}
+        kwargs = {**self.settings, **kwargs}
         super().__init__(tokenizer, function, num_examine=num_examine, reward_fn_key=reward_fn_key, **kwargs)
         if function.func is resolve.default_compute_score:
             self.compute_score = _RulesByDataSource(function.func, route=function.route, rules=function.rules)
@@ -264,7 +267,23 @@ class NaiveRewardManager(_PublicConstructor, managers.NaiveRewardManager):
     """`naive` with the constructor of public verl."""
 
 
-class BatchRewardManager(_PublicConstructor, managers.BatchRewardManager):
+class _Verifying(_PublicConstructor):
+    """The manager calls `verify`, which a subclass may override: the score of each sample, or a dict with "score"."""
+
+    def verify(self, data: DataProto) -> list[Any]:
+        """The scores of the reward function."""
+        return super().__call__(data).sum(1).tolist()
+
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
+        if type(self).verify is _Verifying.verify:
+            return super().__call__(data, return_dict)
+        scores = self.verify(data.copy())  # a `verify` of public verl may add columns
+        verified = [dict(score) if isinstance(score, Mapping) else {"score": score} for score in scores]
+        rewards = reward_tensor(data, torch.tensor([float(row.pop("score")) for row in verified]))
+        return reward_result(data, rewards, verified, 0) if return_dict else rewards
+
+
+class BatchRewardManager(_Verifying, managers.BatchRewardManager):
     """`batch` with the constructor of public verl."""
 
 
@@ -272,7 +291,7 @@ class DAPORewardManager(_PublicConstructor, managers.DAPORewardManager):
     """`dapo` with the constructor of public verl."""
 
 
-class PrimeRewardManager(_PublicConstructor, managers.PrimeRewardManager):
+class PrimeRewardManager(_Verifying, managers.PrimeRewardManager):
     """`prime` with the constructor of public verl."""
 
 
@@ -308,13 +327,7 @@ def create_public_manager(
     parameters, accepts_any = named_parameters(cls)
     scores_samples = scores_single_samples(cls)
     shared = {name: kwargs[name] for name in _SHARED if name in kwargs}
-    manager_kwargs = {
-        name: OmegaConf.create(dict(value)) if isinstance(value, Mapping) else value
-        for name, value in kwargs.items()
-        if name not in _SHARED
-    }
-    if "overlong_buffer_cfg" in parameters and "overlong_buffer" in manager_kwargs:  # its name in public verl
-        manager_kwargs["overlong_buffer_cfg"] = manager_kwargs.pop("overlong_buffer")
+    manager_kwargs = public_kwargs({k: v for k, v in kwargs.items() if k not in _SHARED}, parameters)
     is_default = function.func is resolve.default_compute_score
     called = replace(function, func=default_compute_score) if is_default else function
     isolation = Isolation(kwargs.get("isolation", "none"), kwargs.get("memory_limit_mb"))
@@ -338,6 +351,25 @@ def create_public_manager(
     if scores_samples:
         return SingleRewardManager(tokenizer, function, manager=manager, **common, **shared)
     return ColumnsRewardManager(tokenizer, manager, scores_with=function, calls=calls, **common, **shared)
+
+
+def with_settings(cls: type, kwargs: dict[str, Any], accepted: Collection[str]) -> tuple[type, dict[str, Any]]:
+    """A subclass of a manager of public verl that has the settings of all managers, and the arguments without them."""
+    if not issubclass(cls, _PublicConstructor):
+        return cls, kwargs
+    settings = {name: value for name, value in kwargs.items() if name in _SHARED - set(accepted)}
+    rest = {name: value for name, value in kwargs.items() if name not in settings}
+    return type(cls.__name__, (cls,), {"settings": settings}), public_kwargs(rest, accepted)
+
+
+def public_kwargs(kwargs: Mapping[str, Any], parameters: Collection[str]) -> dict[str, Any]:
+    """`reward.reward_kwargs` for a constructor of public verl: mappings with attribute access, and its name of
+    `overlong_buffer`."""
+    renamed = {"overlong_buffer": "overlong_buffer_cfg"} if "overlong_buffer_cfg" in parameters else {}
+    return {
+        renamed.get(name, name): OmegaConf.create(dict(value)) if isinstance(value, Mapping) else value
+        for name, value in kwargs.items()
+    }
 
 
 def _with_rule_if_any(function: ScoreFunction) -> ScoreFunction:

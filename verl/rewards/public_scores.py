@@ -74,15 +74,15 @@ def geo3k_score(solution_str: str, ground_truth: str, format_score: float = 0.1,
     return geo3k("", solution_str, ground_truth, format_score=format_score)["score"]
 
 
-def answer_in_tags(solution_str: str) -> str | None:
+def text_in_tags(solution_str: str) -> str | None:
     """The text of the last <answer>...</answer> of a response; None if there is none."""
     return SEARCH_R1.check(solution_str, ["-"]).answer.text
 
 
-def exact_match(prediction: str, golden_answers: Any) -> int:
+def matches_any(prediction: str, references: Any) -> int:
     """1 if the text equals one of the accepted answers without case, punctuation and articles, else 0."""
-    answers = [golden_answers] if isinstance(golden_answers, str) else golden_answers
-    return int(any(match_normalized(prediction, answer) for answer in answers))
+    accepted = [references] if isinstance(references, str) else references
+    return int(any(match_normalized(prediction, text) for text in accepted))
 
 
 def search_score(
@@ -93,10 +93,10 @@ def search_score(
     Args:
         ground_truth: {"target": [...]}.
     """
-    answer = answer_in_tags(solution_str)
-    if answer is None:
+    prediction = text_in_tags(solution_str)
+    if prediction is None:
         return 0.0
-    return score if exact_match(answer, ground_truth["target"]) else format_score
+    return score if matches_any(prediction, ground_truth["target"]) else format_score
 
 
 def math_score(solution_str: str, ground_truth: str, **kwargs: Any) -> float:

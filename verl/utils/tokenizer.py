@@ -1,5 +1,7 @@
 """Tokenizers and processors under the names of public verl."""
 
+import copy
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +22,15 @@ def hf_tokenizer(name_or_path: str, correct_pad_token: bool = True, correct_gemm
     tokenizer = AutoTokenizer.from_pretrained(name_or_path, **kwargs)
     if correct_pad_token:
         set_pad_token_id(tokenizer)
-    return tokenizer
+    return with_id_lists(tokenizer)
+
+
+def with_id_lists(tokenizer: Any) -> Any:
+    """A copy of a tokenizer for code of public verl: `apply_chat_template` returns the token ids as a list, not a dict,
+    which is what transformers did before its release 5."""
+    with_lists = copy.copy(tokenizer)
+    with_lists.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+    return with_lists
 
 
 def set_pad_token_id(tokenizer: Any) -> None:
