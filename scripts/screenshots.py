@@ -49,7 +49,8 @@ def panel_page(run: Path, theme: TerminalTheme) -> str:
     total = max(record["step"] for record in records)
     running = {"gen": time.perf_counter()}
     progress = TrainingProgress(total, run.name, total + 1, console, details=False, running=lambda: running)
-    for record in (record for record in records if record["step"] <= total * 2 // 3):
+    shown = [record for record in records if record["step"] <= total * 2 // 3]
+    for record in shown:
         metrics = {name: value for name, value in record.items() if isinstance(value, int | float)}
         if "critic/score/mean" in metrics:
             progress.update(record["step"], metrics)
@@ -58,6 +59,7 @@ def panel_page(run: Path, theme: TerminalTheme) -> str:
             progress.validated(record["step"], metrics)
     progress._durations.clear()  # of the replay
     progress._durations.append(metrics.get("timing_s/step", 1.0))
+    progress._start -= sum(record.get(f"timing_s/{name}", 0.0) for record in shown for name in ("step", "testing"))
     console.export_text(clear=True)  # the lines of a run without a terminal
     console.print(progress._panel())
     return console.export_html(theme=theme, code_format=PAGE)
