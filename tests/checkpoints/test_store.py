@@ -1,6 +1,7 @@
 """Checkpoints are whole or absent: killed at every file-system call, damaged, pruned, replaced, on a full disk."""
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -11,8 +12,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,6 +88,26 @@ def test_failure_inside_the_block_leaves_no_trace(tmp_path):
     with pytest.raises(CheckpointError, match="nothing was written"), store.writing(2):
         pass
     assert store.latest() == tmp_path / "global_step_1"
+
+
+def test_a_thread_that_still_writes_leaves_nothing_of_a_discarded_checkpoint(tmp_path):
+    """A second Ctrl-C during a save, while the sealing thread writes."""
+
+    def write(folder: Path) -> None:
+        with suppress(FileNotFoundError):
+            for number in itertools.count():
+                (folder / "actor" / str(number % 50)).write_text("x")
+                (folder / "manifest.json").write_text("{}")
+
+    for _ in range(5):
+        with pytest.raises(KeyboardInterrupt), CheckpointStore(tmp_path).writing(2) as folder:
+            (folder / "actor").mkdir()
+            thread = threading.Thread(target=write, args=(folder,), daemon=True)
+            thread.start()
+            time.sleep(0.01)
+            raise KeyboardInterrupt
+        thread.join(5.0)
+        assert (thread.is_alive(), names(tmp_path)) == (False, [])
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device that is always full")

@@ -183,9 +183,11 @@ def test_adapters_that_fit_nothing_are_refused(lora, message, path):
 
 def test_other_sizes_than_the_given_adapters_are_refused(path, tmp_path):
     make_engine(path, OPTIMIZER, **LORA).save(tmp_path, ("model",))
-    lora = {"lora_rank": 8, "lora_alpha": 16, "lora_adapter_path": str(tmp_path / "lora_adapter")}
-    with pytest.raises(ValueError, match=r"lora_rank 8 and lora_alpha 16 differ from .*, 3 and 6: set lora_rank=0"):
-        make_engine(path, OPTIMIZER, **lora)
+    for rank, alpha in ((8, 16), (3, 16), (8, 6)):
+        lora = {"lora_rank": rank, "lora_alpha": alpha, "lora_adapter_path": str(tmp_path / "lora_adapter")}
+        message = rf"lora_rank {rank} and lora_alpha {alpha} differ from .*, 3 and 6: set lora_rank=0"
+        with pytest.raises(ValueError, match=message):
+            make_engine(path, OPTIMIZER, **lora)
 
 
 def test_an_update_that_changes_no_adapter_is_an_error(path, monkeypatch):

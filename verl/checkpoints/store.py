@@ -18,7 +18,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,7 +188,8 @@ class CheckpointStore:
         exists = folder.exists()
         refused = refusal(error, self.root)
         reason, written = (disk_full_reason(error, folder), folder_size(folder)) if exists else (None, 0)
-        shutil.rmtree(folder, ignore_errors=True)  # the next save removes remaining files
+        with suppress(OSError):  # the next save removes remaining files
+            self._discard(folder)
         newest = self.newest()
         name = f"the checkpoint of step {step}"
         if reason is not None:
@@ -368,7 +369,8 @@ class CheckpointStore:
                 _remove(stale)
 
     def _discard(self, folder: Path) -> None:
-        """Delete a folder. It is hidden first, so an interrupted deletion leaves no incomplete checkpoint."""
+        """Delete a folder. It is hidden first, so an interrupted deletion leaves no incomplete checkpoint, and a thread
+        that still writes into it finds no folder."""
         garbage = self.root / f"{_GARBAGE}{'_'.join(folder.relative_to(self.root).parts)}"
         _remove(garbage)
         folder.rename(garbage)
