@@ -216,7 +216,9 @@ def test_the_folder_of_public_verl_without_a_name(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"--config-name: there is no mine\.yaml in "):
         load("--config-path=config --config-name=mine.yaml")
     with pytest.raises(ConfigError, match=r"staleness \(--config-name=one_step_off_ppo_trainer\): 1, but generation"):
-        load("--config-name=one_step_off_ppo_trainer")
+        load("--config-name=one_step_off_ppo_trainer rollout.nnodes=0")
+    placement = load("--config-name=one_step_off_ppo_trainer").placement  # its rollout has one node of its own
+    assert (placement.actor_devices, placement.rollout_devices) == ([0], [1])
 
 
 @pytest.mark.parametrize(("threshold", "steps", "staleness"), [("1", "4", 7), ("0.5", "2", 2), ("0", "1", 0)])
