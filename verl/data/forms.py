@@ -8,8 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.utils.choices import COLUMNS as CHOICES
-from verl.utils.choices import read_choices
+from verl.utils.choices import CHOICES, read_choices
 
 logger = logging.getLogger("verl.data")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-COLUMNS = ("choices", "options")
+CHOICES = ("choices", "options")
 _LABEL = re.compile(r"(?<!\S)\(?([A-Za-z])\s?[).:]\s*")  # of "A)4", and in "a ) 4 , b ) 5"
 
 
@@ -20,7 +20,7 @@ def read_choices(row: Mapping[str, Any]) -> dict[str, str]:
             {"text": [...], "label": [...]} (ARC); {"A": text} (MedQA); one text with labels (MathQA); or JSON text of
             these. Values of other forms are no choices.
     """
-    value = next((row[name] for name in COLUMNS if row.get(name) is not None), None)
+    value = next((row[name] for name in CHOICES if row.get(name) is not None), None)
     if isinstance(value, str):
         try:
             value = json.loads(value)
