@@ -172,7 +172,9 @@ BRIEF, CALL = {"role": "system", "content": "Be brief."}, {"name": "add", "argum
         ("JSON text", {"choices": json.dumps(LIST)}, "A. 4\nB. 5"),
         ("a chat", {"question": [USER], "choices": LIST}, "A. 4\nB. 5"),
         ("named in the chat", {"question": [{**USER, "content": "What is 2+3?\n4 or 5"}], "choices": LIST}, "4 or 5"),
-        ("settings of a custom dataset", {"options": {"depth": [1]}}, None),
+        ("settings of a custom dataset", {"options": {"depth": 1}}, None),
+        ("no list", {"options": {"text": 5}}, None),
+        ("no labels", {"options": {"text": LIST, "label": 5}}, None),
         ("Dolly", {"instruction": "What is 2+3?", "question": None, "context": "By hand."}, "\nBy hand."),
     ],
 )  # fmt: skip

@@ -8,8 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.utils.choices import COLUMNS as CHOICES
-from verl.utils.choices import read_choices
+from verl.utils.choices import CHOICES, read_choices
 
 logger = logging.getLogger("verl.data")
 
@@ -65,12 +64,11 @@ def _as_message(message: Mapping[str, Any]) -> dict[str, Any]:
     message = dict(message)
     if "from" in message and message.get("role") is None:
         role = message.pop("from")
-        role = role.lower() if isinstance(role, str) else role
-        message |= {"role": _ROLES.get(role, role), "content": message.pop("value", None)}
+        message |= {"role": _ROLES.get(str(role).lower(), role), "content": message.pop("value", None)}
     role = message.get("role")
-    if isinstance(role, str) and role.lower() in _STANDARD_ROLES:
+    if str(role).lower() in _STANDARD_ROLES:
         message["role"] = role.lower()
-    if role in _CALLS:
+    elif role in _CALLS:
         message |= {"role": "assistant"} | _read_calls(message.get("content"))
     parts = message.get("content")
     if isinstance(parts, list) and parts and all(isinstance(p, Mapping) and p.get("type") == "text" for p in parts):

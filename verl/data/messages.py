@@ -51,12 +51,10 @@ def with_settings(messages: Any, row: Mapping[str, Any], location: str, tools: S
 def with_system(messages: Any, row: Mapping[str, Any]) -> Any:
     """Messages or text that begin with the system prompt in a column of their row, unless the chat has one."""
     text = next((row[name] for name in SYSTEMS if isinstance(row.get(name), str) and row[name].strip()), None)
-    if text is None:
+    is_text = isinstance(messages, str)
+    if text is None or (messages.startswith(text) if is_text else messages[0]["role"] in ("system", "developer")):
         return messages
-    if isinstance(messages, str):
-        return messages if messages.startswith(text) else f"{text}\n\n{messages}"
-    is_given = messages[0]["role"] in ("system", "developer")
-    return messages if is_given else [{"role": "system", "content": text}, *messages]
+    return f"{text}\n\n{messages}" if is_text else [{"role": "system", "content": text}, *messages]
 
 
 def _read_tools(value: Any, location: str) -> list[dict[str, Any]]:

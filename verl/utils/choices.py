@@ -3,10 +3,12 @@
 import json
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-COLUMNS = ("choices", "options")
+import numpy as np
+
+CHOICES = ("choices", "options")
 _LABEL = re.compile(r"(?<!\S)\(?([A-Za-z])\s?[).:]\s*")  # of "A)4", and in "a ) 4 , b ) 5"
 
 
@@ -18,20 +20,22 @@ def read_choices(row: Mapping[str, Any]) -> dict[str, str]:
             {"text": [...], "label": [...]} (ARC); {"A": text} (MedQA); one text with labels (MathQA); or JSON text of
             these. Values of other forms are no choices.
     """
-    value = next((row[name] for name in COLUMNS if row.get(name) is not None), None)
-    value = value.tolist() if hasattr(value, "tolist") else value
+    value = next((row[name] for name in CHOICES if row.get(name) is not None), None)
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
             _, *parts = _LABEL.split(value)
             value = dict(zip(parts[::2], (part.rstrip(" ,") for part in parts[1::2])))
+    labels = string.ascii_uppercase
     if isinstance(value, Mapping) and "text" in value:
-        labels = value.get("label")
-        value = dict(zip(string.ascii_uppercase if labels is None else labels, value["text"]))
-    elif isinstance(value, list | tuple):
-        value = dict(zip(string.ascii_uppercase, value))
-    if not isinstance(value, Mapping) or not all(isinstance(text, str | int | float | None) for text in value.values()):
+        labels, value = labels if value.get("label") is None else value["label"], value["text"]
+    if isinstance(value, Sequence | np.ndarray) and isinstance(labels, Sequence | np.ndarray):
+        value = dict(zip(labels, value))
+    # a mapping with other keys, such as the settings of an environment, has no choices
+    if not isinstance(value, Mapping) or not all(
+        len(str(label)) <= 2 and isinstance(text, str | int | float | None) for label, text in value.items()
+    ):
         return {}
     choices = {str(label): str(text) for label, text in value.items() if text is not None}
     marks = {label: _LABEL.match(text) for label, text in choices.items()}

@@ -9,11 +9,6 @@ Words keep their place but are marked: `\text{cm}` becomes `"cm"`, so that a lat
 import re
 import unicodedata
 
-
-def _infinity(match: re.Match) -> str:
-    return "-\\infty " if match[1] else "\\infty "
-
-
 # Applied in this order. Each entry is (pattern, replacement).
 _REWRITES = [
     (re.compile(pattern), replacement)
@@ -40,7 +35,8 @@ _REWRITES = [
         (r"·|⋅|∙", r"\\cdot "),
         (r"÷", r"\\div "),
         (r"±|\+/-|\+-", r"\\pm "),
-        (r'"?(?<![\\A-Za-z])(?:(negative|minus)"?\s+"?|positive"?\s+"?)?infinity(?![A-Za-z])"?', _infinity),
+        (r'"?\b(?:negative|minus)"?\s+"?infinity\b"?', r"-\\infty "),
+        (r'"?(?<![\\A-Za-z])(?:positive"?\s+"?)?infinity\b"?', r"\\infty "),
         (r"∞|\\infin(?![a-z])", r"\\infty "),
         (r"∪", r"\\cup "),
         (r"∩", r"\\cap "),
