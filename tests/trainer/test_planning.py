@@ -240,8 +240,8 @@ def test_a_simulation_needs_no_files(capsys):
     [
         (["--gpus", "1", "--gpu", "A100", "--model", "70B"], "no placement on 1 device fits; smallest change"),
         # 7.6 G parameters: 16 bytes each do not fit into 80 GB, 2 bytes each of frozen weights do
-        (["--gpus", "1", "--gpu", "A100", "--model", "7B"], "; LoRA would fit, too ("),
-        (["--gpus", "1", "--gpu", "A100", "--model", "7B"], "; QLoRA would fit, too ("),
+        (["--gpus", "1", "--gpu", "A100", "--model", "7B"], "\n  LoRA also fits ("),
+        (["--gpus", "1", "--gpu", "A100", "--model", "7B"], "\n  QLoRA also fits ("),
         (["--gpus", "1", "--gpu", "B100"], "no profile of the GPU 'B100': did you mean 'H100'?"),
         (["--gpus", "1", "--model", "7"], "no built-in model '7': did you mean '7B'?"),
         (["--gpus", "1", "--model", "./none"], "there is no folder './none'"),

@@ -97,8 +97,8 @@ def step_of(folder: Path) -> int:
 
 def newest_actor(folder: Path) -> Path | None:
     """Return the `actor` folder of a checkpoint, or of the newest checkpoint of a run; None if there is none."""
-    found = [path for path in folder.glob("global_step_*/actor") if path.parent.name[12:].isdecimal()]
-    return max(found, key=lambda path: step_of(path.parent), default=next(folder.glob("actor"), None))
+    actors = [path for path in folder.glob("global_step_*/actor") if path.parent.name[12:].isdecimal()]
+    return max(actors, key=lambda path: step_of(path.parent), default=next(folder.glob("actor"), None))
 
 
 def _target(folder: Path) -> Path:

@@ -149,8 +149,8 @@ def check_memory(run: Run) -> None:
     group = max(plan.groups, key=lambda group: group.peak[1])
     message = (
         f"{group.peak[0]} needs about {gib(plan.peak)} GiB per device, but there are {gib(plan.available)} GiB "
-        f"({plan.device.name}); {describe_change(smallest_change(plan))}{describe_methods(run.config, plan.device)}; "
-        "`verl plan` prints the table"
+        f"({plan.device.name}); {describe_change(smallest_change(plan))}; `verl plan` prints the table"
+        f"{describe_methods(run.config, plan.device)}"
     )
     if plan.peak > REFUSED_FROM * plan.available:
         raise ValueError(f"memory: {message}")
@@ -167,7 +167,7 @@ _METHODS = {
 
 
 def describe_methods(config: schema.Config, device: Device) -> str:
-    """The other methods with which a run fits, such as "; LoRA would fit, too (9.1 GiB): a=1"; "" without any."""
+    """The other methods with which a run fits, one a line: "LoRA also fits (9.1 GiB): a=1"; "" without any."""
     from verl.planner.report import gib
 
     text, trained = "", 1 + ("critic" in roles_of(config))
@@ -180,7 +180,7 @@ def describe_methods(config: schema.Config, device: Device) -> str:
             continue  # not possible with the other settings
         if plan.fits:
             set_text = " ".join(f"{key}={value}" for key, value in settings.items())
-            text += f"; {name} would fit, too ({gib(plan.peak)} GiB): {set_text}"
+            text += f"\n  {name} also fits ({gib(plan.peak)} GiB): {set_text}"
     return text
 
 
@@ -224,8 +224,8 @@ def _nothing_fits(config: schema.Config, plan: Plan) -> str:
 
     separate = f" with a rollout on separate devices, which trainer.async.max_staleness={k} needs," if k else ""
     change_text = describe_change(first_that_fits(plan.job, plan.device, plan_of))
-    change_text += describe_methods(config, plan.device)
     change_text += "; or use trainer.async.max_staleness=0" if k else ""
+    change_text += describe_methods(config, plan.device)
     return f"no placement on {total} device{'s' * (total > 1)}{separate} fits; {change_text}"
 
 
