@@ -5,7 +5,7 @@ import torch
 
 from tests.engines.ranks import OPTIMIZER, make_batch, make_engine, qwen2, results, save_model
 from verl.engines.base import MicroBatching
-from verl.engines.memory import HOST, OnDevice, move_optimizer
+from verl.engines.memory import HOST, HostMemory, OnDevice, move_optimizer
 
 GPU = torch.device("cuda", 0)
 
@@ -50,7 +50,7 @@ def test_the_state_that_is_moved_is_all_but_the_step_counts():
     optimizer = torch.optim.AdamW([weight])
     weight.grad = torch.ones(3)
     optimizer.step()
-    move_optimizer(optimizer, torch.device("meta"))
+    move_optimizer(optimizer, HostMemory(), torch.device("meta"))
     state = optimizer.state[weight]
     assert {name: value.device.type for name, value in state.items()} == {
         "step": "cpu",

@@ -419,13 +419,16 @@ def test_usual_imports():
     assert score(deep, {"inputs": [""], "outputs": ["0 1"]}) == 1.0
 
 
-@pytest.mark.parametrize(
-    "repeated", ["`", "```", "```\n", "```python\n", "~~~ \n", " ", "\n```py", "(", "<think>", "x\n"]
-)
+REPEATED = ["`", "```", "```\n", "```python\n", "~~~ \n", " ", "\n```py", "(", "<think>", "x\n", "~~~a", "~~~ "]
+
+
+@pytest.mark.parametrize("repeated", [*REPEATED, ".a"])
 def test_no_response_takes_long(repeated):
+    """`~~~a` and the name took 7 s and more of the trainer, and the name 2.7 GiB."""
+    text = repeated * (100_000 // len(repeated))
     begun = time.thread_time()
-    extract_code(repeated * (50_000 // len(repeated)))
-    assert time.thread_time() - begun < 1.0
+    with_imports(extract_code(f"```python\nimport a{text}\n```" if repeated == ".a" else text))
+    assert time.thread_time() - begun < 2.0
 
 
 CALLS = """
@@ -491,15 +494,3 @@ def test_a_checker_that_fails_on_the_expected_output_is_a_bad_row():
         "import sys\nopen('correct_output.txt', 'w').write('9')\nopen('checker.py', 'w').write('print(1)')\nprint(0)"
     )
     assert score(cheats, tests) == 0.0
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["~~~a" * 25_000, "~~~ " * 25_000, "```python\nimport a" + ".a" * 50_000 + "\n```"],
-    ids=["fences", "~", "names"],
-)
-def test_a_response_does_not_stop_the_run_before_its_program_is_run(text):
-    """Each took 7 s and more of the trainer, and the last one 2.7 GiB."""
-    begun = time.process_time()
-    with_imports(extract_code(text))
-    assert time.process_time() - begun < 2

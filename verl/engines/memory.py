@@ -140,9 +140,8 @@ def move_module(module: nn.Module, memory: HostMemory, device: torch.device) -> 
     memory.wait()
 
 
-def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, memory: HostMemory | None = None) -> None:
+def move_optimizer(optimizer: torch.optim.Optimizer, memory: HostMemory, device: torch.device) -> None:
     """Move the optimizer state. Step counts (scalars) stay where the optimizer created them."""
-    memory = memory or HostMemory()
     if device == HOST:
         values = (value for state in optimizer.state.values() for value in state.values())
         memory.reserve([value for value in values if isinstance(value, torch.Tensor) and value.dim()])

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from verl.engines.memory import HOST, move_optimizer
+from verl.engines.memory import HOST, HostMemory, move_optimizer
 from verl.utils.device import get_device_id
 
 
@@ -35,12 +35,12 @@ def offload_fsdp_model_to_cpu(model: torch.nn.Module, empty_cache: bool = True) 
 
 def load_fsdp_optimizer(optimizer: torch.optim.Optimizer, device_id: int | str) -> None:
     """Move the optimizer state to a GPU, by its index."""
-    move_optimizer(optimizer, torch.device(device_id))
+    move_optimizer(optimizer, HostMemory(), torch.device(device_id))
 
 
 def offload_fsdp_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Move the optimizer state to host memory."""
-    move_optimizer(optimizer, HOST)
+    move_optimizer(optimizer, HostMemory(), HOST)
 
 
 def get_init_weight_context_manager(

@@ -89,8 +89,7 @@ class TorchEngine(TrainEngine):
         self.model_parallel_rank = self.sharding.model_parallel_rank
         trains = spec.optimizer is not None
         self.module = self.sharding.build(self.model_spec) if module is None else checked(module, self.model_spec)
-        # after `checked`: rounding enlarges differences of the last bit
-        use_fp8(self.module, spec.model.quantization, self.device)
+        use_fp8(self.module, spec.model.quantization, self.device)  # after `checked`: rounding enlarges differences
         self.model = TokenModel(self.module, self.model_spec)
         self.packs = is_packed(self.module)
         if spec.model.use_remove_padding and not self.packs and self.sharding.is_first_rank:
@@ -130,11 +129,10 @@ class TorchEngine(TrainEngine):
             factor = optimizer.lr_multiplier(spec.optimizer, spec.total_training_steps)
             self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
             if moves and spec.engine.optimizer_offload:
-                move = partial(move_optimizer, self.optimizer, memory=HostMemory())
+                move = partial(move_optimizer, self.optimizer, HostMemory())
                 self._optimizer_used = OnDevice(move, self.device)
         if moves and spec.engine.param_offload:
-            move = partial(move_module, self.model, HostMemory())
-            self._weights_used = OnDevice(move, self.device)
+            self._weights_used = OnDevice(partial(move_module, self.model, HostMemory()), self.device)
 
     # ---- computing ----------------------------------------------------------------------------------------------
 

@@ -394,7 +394,7 @@ class RecordedFunction:
 
     def __init__(self, function: Callable):
         self._function, self._scores, self._failed = function, [], 0
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(self, function, updated=())  # not its attributes, which may have the names of ours
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:

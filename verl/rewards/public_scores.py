@@ -80,7 +80,7 @@ def text_in_tags(solution_str: str) -> str | None:
 
 
 def matches_any(prediction: str, references: Any) -> int:
-    """1 if the text equals one of the accepted answers without case, punctuation and articles, else 0."""
+    """1 if the text equals one of the references without case, punctuation and articles, else 0."""
     accepted = [references] if isinstance(references, str) else references
     return int(any(match_normalized(prediction, text) for text in accepted))
 
