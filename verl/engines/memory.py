@@ -100,8 +100,9 @@ def _allocate(size: int) -> torch.Tensor:
     if size < _LARGE:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a fork would share pages that a GPU writes
+        if hasattr(mmap, advice):
+            memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
 
