@@ -36,6 +36,7 @@ BEST_LINK = "best"
 
 # hidden folders next to the checkpoints: being written, replaced by another of the same step, being deleted
 _WRITING, _REPLACED, _GARBAGE = ".writing_", ".replaced_", ".garbage_"
+_NAME = re.compile(r"global_step_(\d+)")  # of a checkpoint
 
 
 class CheckpointError(ValueError):
@@ -89,7 +90,7 @@ def content_faults(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Iter
 
 def step_of(folder: Path) -> int:
     """Return N of `global_step_N`. Raises CheckpointError for any other folder name."""
-    match = re.fullmatch(r"global_step_(\d+)", Path(folder).name)
+    match = _NAME.fullmatch(Path(folder).name)
     if match is None:
         raise CheckpointError(f"{folder} is not a checkpoint: expected a folder called global_step_N")
     return int(match.group(1))
@@ -97,7 +98,7 @@ def step_of(folder: Path) -> int:
 
 def newest_actor(folder: Path) -> Path | None:
     """Return the `actor` folder of a checkpoint, or of the newest checkpoint of a run; None if there is none."""
-    actors = [path for path in folder.glob("global_step_*/actor") if path.parent.name[12:].isdecimal()]
+    actors = [path for path in folder.glob("global_step_*/actor") if _NAME.fullmatch(path.parent.name)]
     return max(actors, key=lambda path: step_of(path.parent), default=next(folder.glob("actor"), None))
 
 
@@ -320,7 +321,7 @@ class CheckpointStore:
             return [], []
         checkpoints, faults = [], []
         for folder in sorted(self.root.iterdir()):
-            if re.fullmatch(r"global_step_\d+", folder.name):
+            if _NAME.fullmatch(folder.name):
                 try:
                     checkpoints.append(_read(folder))
                 except CheckpointError as error:
