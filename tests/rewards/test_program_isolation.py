@@ -1,7 +1,9 @@
 """What programs in responses can do in each mode of isolation, what is logged, and what they leave."""
 
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -129,6 +131,18 @@ def test_files_are_measured(tmp_path):
     (tmp_path / "folder").mkdir()
     count, size = _files_below(str(tmp_path))
     assert count == 4 and 3 << 20 <= size < 4 << 20
+
+
+@pytest.mark.skipif(not ON_LINUX or os.getuid() != 0, reason="rights of root")
+def test_a_program_is_measured_ahead_of_all_others(monkeypatch):
+    """A fork bomb of root, which the kernel does not limit, must not take the processors from this thread."""
+    thread, seen, wait = threading.get_native_id(), [], program._wait
+    monkeypatch.setattr(
+        program, "_wait", lambda *args: (seen.append(os.getpriority(os.PRIO_PROCESS, thread)), wait(*args))[1]
+    )
+    before = os.getpriority(os.PRIO_PROCESS, thread)
+    run("", "landlock")
+    assert seen == [-20] and os.getpriority(os.PRIO_PROCESS, thread) == before
 
 
 def test_a_program_ends_before_the_host_is_out_of_memory(monkeypatch, caplog):

@@ -12,6 +12,7 @@ attacks the kernel needs a virtual machine.
 import contextlib
 import fcntl
 import functools
+import itertools
 import json
 import logging
 import os
@@ -22,8 +23,9 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -119,7 +121,24 @@ def run_program(
         finally:
             for descriptor in sum(pipes, ()):
                 os.close(descriptor)
-        return _wait(processes, limits)
+        with _ahead_of_programs() if sys.platform == "linux" else contextlib.nullcontext():
+            return _wait(processes, limits)
+
+
+@contextlib.contextmanager
+def _ahead_of_programs() -> Iterator[None]:
+    """Give this thread the first right to a processor, as far as it may (root on Linux).
+
+    The kernel does not limit the number of root's processes: a fork bomb that is not counted in time takes them all.
+    """
+    thread = threading.get_native_id()
+    before = os.getpriority(os.PRIO_PROCESS, thread)
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, thread, -20)
+    try:
+        yield
+    finally:
+        os.setpriority(os.PRIO_PROCESS, thread, before)
 
 
 def _wait(processes: "Sequence[_Process]", limits: Limits) -> Finished:
@@ -199,14 +218,18 @@ class _Process:
         """The limit that the program exceeds now, as a predicate (Linux)."""
         if sys.platform != "linux":
             return None
-        pids, tasks, open_files, memory = [self._root], 0, 0, self._limits.memory_bytes
-        for pid in descendants(self._root):
-            pids.append(pid)
+        tasks, open_files, memory = 0, 0, self._limits.memory_bytes
+        too_many = f"had more than {MOST_TASKS} processes and threads"
+        # first their number, and no more of it than needed: a fork bomb grows faster than processes are measured
+        pids = [self._root, *itertools.islice(descendants(self._root), MOST_TASKS + 1)]
+        if len(pids) > MOST_TASKS + 1:
+            return too_many
+        for pid in pids[1:]:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has exited since
                 tasks += len(os.listdir(f"/proc/{pid}/task"))
                 open_files += _open_files(pid)
-            if tasks > MOST_TASKS:  # a fork bomb would grow faster than this loop
-                return f"had more than {MOST_TASKS} processes and threads"
+        if tasks > MOST_TASKS:
+            return too_many
         if open_files > MOST_OPEN_FILES:
             return f"had more than {MOST_OPEN_FILES} open files and pipes"
         try:
