@@ -154,7 +154,8 @@ class PromptDataset(TokenizedDataset):
 
     def _item(self, rows: Rows, index: int, token_ids: list[int], keys: DataConfig) -> dict[str, Any]:
         """The columns of a row for the rollout and the reward."""
-        row, prompt = rows[index], self._prompt(rows[index], rows, index)
+        row = rows[index]
+        prompt = self._prompt(row, rows, index)
         fields = {name: row[name] for name in self._other_columns} | {
             "prompt_ids": token_ids,
             "data_source": data_source(row, rows, index, keys.reward_fn_key),

@@ -45,7 +45,7 @@ class RewardFunction(Protocol):
 
 REWARD_FUNCTION_REGISTRY: Registry[Callable] = Registry("reward function", builtins_replaceable=True)
 
-_TRAITS: list[tuple[Callable, str]] = []  # of registered functions, by identity
+_TRAITS: dict[tuple[int, str], Callable] = {}  # (id of a registered function, trait) -> the function, so that it stays
 
 _VALUES = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt")
 # form -> value -> names of its parameter; the first that a function has is used. "solution_str" identifies the form.
@@ -94,7 +94,7 @@ def register_reward(
         _form(func.__call__ if is_reward_class(func) else func)
         REWARD_FUNCTION_REGISTRY.register(name, func)
         traits = {"bounded": bounded, "no accuracy": not accuracy, "needs ground truth": needs_ground_truth}
-        _TRAITS.extend((func, trait) for trait, is_set in traits.items() if is_set)
+        _TRAITS.update({(id(func), trait): func for trait, is_set in traits.items() if is_set})
         return func
 
     return decorate
@@ -223,7 +223,7 @@ class ScoreFunction:
 
     def _has(self, trait: str) -> bool:
         registered = self.source[0] if self.source else self.func
-        return any(registered is func and trait == known for func, known in _TRAITS)
+        return (id(registered), trait) in _TRAITS
 
     @property
     def name(self) -> str:

@@ -197,6 +197,7 @@ def media_of(columns: Mapping[str, Any], sampled: Sequence[int] = ()) -> dict[st
 
 
 FinishReason = Literal["stop", "length", "abort"]
+_FINISH_REASONS = get_args(FinishReason)
 #: (token id, log-prob) of the most probable tokens of one position, in this order
 TopLogProbs = list[tuple[int, float]]
 #: (token id, log-prob, rank from 1) of a token of a prompt, and of the most probable ones in its place
@@ -262,8 +263,8 @@ def _problem_of(request: Request, completion: Completion) -> str | None:
     tokens = len(completion.token_ids)
     if len(completion.log_probs) != tokens:
         return f"expected one log-prob per token, found {len(completion.log_probs)} for {tokens} tokens"
-    if completion.finish_reason not in get_args(FinishReason):
-        return f"expected finish_reason {' or '.join(get_args(FinishReason))}, found {completion.finish_reason!r}"
+    if completion.finish_reason not in _FINISH_REASONS:
+        return f"expected finish_reason {' or '.join(_FINISH_REASONS)}, found {completion.finish_reason!r}"
     if wrong := [kind for kind in set(map(type, completion.token_ids)) if not issubclass(kind, Integral)]:
         return f"expected token ids that are ints, found {wrong[0].__name__}"
     if any(version < 0 for _, version in completion.weight_versions):

@@ -44,9 +44,9 @@ class BatchInvariantDecoder:
 
         return self.forward.logits(prompt_states(self.forward, prompts, attend, torch.device("cpu")))
 
-    def move(self, source: int, target: int) -> None:
-        """Move the row of slot `source` to slot `target`."""
-        self.cache.move(source, target)
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Move the rows of the slots `sources` (n,) to the slots `targets` (n,), which are others."""
+        self.cache.move(sources, targets)
 
     def start_step_at(self, positions: torch.Tensor) -> None:
         """Set the positions (B,) of rows 0 .. B - 1 for the next `step`; each step advances them by one."""

@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -42,14 +41,21 @@ _CHUNK_ELEMENTS = 2**26
 
 @dataclass(eq=False)
 class _Pending:
-    """A request whose caller is waiting. row: set once the request has been checked."""
+    """A request whose caller is waiting: for `future`, or for all requests of `generate`. row: set once the request has
+    been checked."""
 
     request: Request
     params: SamplingParams
-    future: "Future[Completion] | asyncio.Future[Completion]"
+    future: "asyncio.Future[Completion] | None" = None
     row: Row | None = None
+    completion: Completion | None = None  # of a request of `generate`
     reported: int = 0  # tokens passed to request.on_tokens
     is_aborted: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has a completion, or was cancelled."""
+        return self.completion is not None if self.future is None else self.future.done()
 
 
 class ContinuousBatch:
@@ -88,7 +94,7 @@ class ContinuousBatch:
         try:
             decoder = engine.read() if requests else None
             rows = [Row.from_request(index, request, decoder) for index, request in enumerate(requests)]
-            pending = [_Pending(request, request.params, Future(), row) for request, row in zip(requests, rows)]
+            pending = [_Pending(request, request.params, row=row) for request, row in zip(requests, rows)]
             for params, members in batches_of(requests):
                 for index in members:
                     pending[index].params = params
@@ -102,7 +108,7 @@ class ContinuousBatch:
         finally:
             engine.stats.seconds = time.perf_counter() - start
             self._scheduler, self._caller = None, ""
-        return [each.future.result() for each in pending]
+        return [each.completion for each in pending]
 
     async def generate_one(self, request: Request) -> Completion:
         """See `RolloutEngine.generate_one`."""
@@ -162,8 +168,8 @@ class ContinuousBatch:
         pending = self._clear()
         if pending:
             self.engine.free()  # NaN in the cache must not reach other rows
-        for each in pending:
-            fail(each.future, error)
+        for future in (each.future for each in pending if each.future is not None):
+            fail(future, error)
 
     async def _serve(self) -> None:
         """Run the loop until no request is left."""
@@ -236,7 +242,7 @@ class ContinuousBatch:
     def _is_awaited(self) -> bool:
         """Whether a request is not cancelled. The engine must be idle once all are: no caller waits for it, so weights
         may be pushed at any time."""
-        return bool(self.queue) or any(not pending.future.done() for pending in self.running.values())
+        return bool(self.queue) or any(not pending.is_done for pending in self.running.values())
 
     def _end_aborted(self) -> list[tuple[Row, Completion]]:
         """End the requests that were aborted or cancelled. Returns the rows that have ended."""
@@ -276,7 +282,7 @@ class ContinuousBatch:
                 if pending.row is None:
                     pending.row = Row.from_request(self._count, pending.request, self.engine.decoder)
                     self._count += 1
-                if pending.is_aborted or pending.future.done():  # cancelled
+                if pending.is_aborted or pending.is_done:  # cancelled
                     _resolve(pending, Completion([], [], "abort"))
                 else:
                     self.running[pending.row.index] = pending
@@ -288,7 +294,9 @@ class ContinuousBatch:
 
 
 def _resolve(pending: _Pending, completion: Completion) -> None:
-    if not pending.future.done():
+    if pending.future is None:
+        pending.completion = completion
+    elif not pending.future.done():
         pending.future.set_result(completion)
 
 

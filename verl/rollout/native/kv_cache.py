@@ -64,12 +64,10 @@ class SlotCache:
         self.positions = other.positions
         self.offsets[: other.slots] = other.offsets
 
-    def move(self, source: int, target: int) -> None:
-        """Move the row of slot `source` to slot `target`."""
-        self.keys[:, target] = self.keys[:, source]
-        self.values[:, target] = self.values[:, source]
-        self.mask[target] = self.mask[source]
-        self.offsets[target] = self.offsets[source]
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Move the rows of the slots `sources` (n,) to the slots `targets` (n,), which are others."""
+        for values in (*self.keys, *self.values, self.mask, self.offsets):  # of one layer each, which are large
+            values[targets] = values[sources]
 
     def allocate(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
         """Allocate columns for prompts of `lengths` (n,) tokens in `slots` (n,): the columns before the next one."""
@@ -149,7 +147,7 @@ class BatchInvariantCache:
         self.keys[:, : other.slots, :, : other.length] = other.keys
         self.values[:, : other.slots, :, : other.length] = other.values
 
-    def move(self, source: int, target: int) -> None:
-        """Move the row of slot `source` to slot `target`."""
-        self.keys[:, target] = self.keys[:, source]
-        self.values[:, target] = self.values[:, source]
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Move the rows of the slots `sources` (n,) to the slots `targets` (n,), which are others."""
+        for values in (*self.keys, *self.values):
+            values[targets] = values[sources]

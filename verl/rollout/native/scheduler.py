@@ -6,6 +6,7 @@ Rows can be added at any time and are admitted between decode steps.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -46,7 +47,7 @@ class Row:
     stop: StopStrings | None = None
     images: PromptImages | None = None
 
-    @property
+    @cached_property
     def key(self) -> tuple[tuple[int, ...], int]:
         """Rows with equal keys are samples of one prompt."""
         return tuple(self.prompt), id(self.images and self.images.inputs)
@@ -388,16 +389,21 @@ class SlotScheduler:
         if self.text_ends or self.aborted:
             forced = self.text_ends.keys() | self.aborted
             ended |= torch.tensor([line in forced for line in lines[slots]], device=self.device)
+        moves: dict[int, int] = {}  # free slot -> the slot of the row that gets it
         for slot in reversed((ended.nonzero()[:, 0] + slots.start).tolist()):
             line, length = lines[slot], steps[slot] + 1
             self.lengths[line] = self._text_end(line, length) or length
             self.finished.append(line)
             self.active -= 1
+            source = moves.pop(self.active, self.active)
             if slot != self.active:
-                self.decoder.move(self.active, slot)
-                self.state[:, slot] = self.state[:, self.active]
-                self.uniforms[slot] = self.uniforms[self.active]
-                self.sequences[slot] = self.sequences[self.active]
+                moves[slot] = source
+        if moves:
+            sources, targets = torch.tensor([[*moves.values()], [*moves]], device=self.device)
+            self.decoder.move(sources, targets)
+            self.state[:, targets] = self.state[:, sources]
+            for values in (self.uniforms, self.sequences):
+                values[targets] = values[sources]
         state = self.state[:, : self.active]
         self.decoder.start_step_at(state[_POSITION])
         if self.active:

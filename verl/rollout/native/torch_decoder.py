@@ -230,9 +230,9 @@ class TorchDecoder(Layers):
         return self.prompts(prompts, store, images)
 
     @on_every_rank
-    def move(self, source: int, target: int) -> None:
-        """Move the row of slot `source` to slot `target`."""
-        self.cache.move(source, target)
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Move the rows of the slots `sources` (n,) to the slots `targets` (n,), which are others."""
+        self.cache.move(sources, targets)
 
     @on_every_rank
     def start_step_at(self, positions: torch.Tensor) -> None:

@@ -154,7 +154,7 @@ class RowStates:
             for key, state in self.tensors.items():
                 state.index_copy_(0, index, torch.stack([each[key] for each in states]))
 
-    def move(self, sources: torch.Tensor | int, targets: torch.Tensor | int) -> None:
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy the states of rows to other rows."""
         for state in self.tensors.values():
             state[targets] = state[sources]

@@ -27,11 +27,11 @@ class ModuleCache:
         for key, state in self.states.tensors.items():
             state[: other.slots] = other.states.tensors[key]
 
-    def move(self, source: int, target: int) -> None:
-        """Move the row of slot `source` to slot `target`."""
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Move the rows of the slots `sources` (n,) to the slots `targets` (n,), which are others."""
         for joint in self.pages.joint.values():
-            joint[target] = joint[source]
-        self.states.move(source, target)
+            joint[targets] = joint[sources]
+        self.states.move(sources, targets)
 
 
 class SlotPass(ForwardPass):
@@ -109,9 +109,9 @@ class ModuleSlotDecoder:
         self.cache.states.fill(*zip(*rows))
         return logits
 
-    def move(self, source: int, target: int) -> None:
-        """Move the row of slot `source` to slot `target`."""
-        self.cache.move(source, target)
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Move the rows of the slots `sources` (n,) to the slots `targets` (n,), which are others."""
+        self.cache.move(sources, targets)
 
     def start_step_at(self, positions: torch.Tensor) -> None:
         """Set the positions (B,) of rows 0 .. B - 1 for the next `step`; each step advances them by one."""
