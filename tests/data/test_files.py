@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from torch.utils.data import SequentialSampler
@@ -41,6 +42,14 @@ def test_several_files_are_one_sequence_and_rows_keep_their_place(write):
     for row in (6, -1):
         with pytest.raises(IndexError, match=f"row {row} of 6"):
             rows[row]
+
+
+def test_the_name_of_a_folder_is_no_column(tmp_path):
+    """Arrow reads key=value in a path as a column, which would shadow the data source of the rows."""
+    path = tmp_path / "data_source=none" / "a.parquet"
+    path.parent.mkdir()
+    pq.write_table(pa.table({"prompt": ["x"]}), path)
+    assert list(read_rows(path)) == [{"prompt": "x"}]
 
 
 def test_parquet_rows_beyond_one_chunk(write):
