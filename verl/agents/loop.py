@@ -17,8 +17,9 @@ Load the file with `imports=[path/to/file.py]` and select the loop with
 the batch of the rollout engine.
 """
 
+import itertools
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -109,6 +110,20 @@ class Trajectory:
         if author == POLICY:
             raise ValueError("add_tokens is for tokens of other authors: use add_completion for those of the policy")
         self._add(Segment(list(token_ids), author))
+
+    def exclude(self, mask: Sequence[int]) -> None:
+        """Exclude tokens from training, those whose entry of the mask is 0."""
+        position, segments = 0, self.segments
+        self.segments = []
+        for segment in segments:
+            kept = mask[position : position + len(segment.token_ids)]
+            position += len(segment.token_ids)
+            for is_kept, run in itertools.groupby(range(len(kept)), lambda k: kept[k]):  # noqa: B023 (used at once)
+                first, *rest = run
+                span = slice(first, first + 1 + len(rest))
+                author = segment.author if is_kept or segment.author != POLICY else "excluded"
+                log_probs = segment.log_probs[span] if author == POLICY else []
+                self.segments.append(Segment(segment.token_ids[span], author, log_probs))
 
     def count(self, name: str, value: float = 1) -> None:
         """Add to a metric."""

@@ -270,7 +270,10 @@ class NaiveRewardManager(RewardManager):
         """Score the samples; yields (index, the function that scored it, outcome) in any order."""
         by_source: dict[str, list[int]] = {}
         for i, sample in enumerate(samples):
-            by_source.setdefault(sample.data_source, []).append(i)
+            if sample.result is None:
+                by_source.setdefault(sample.data_source, []).append(i)
+            else:
+                yield i, self.compute_score, Outcome(sample.result)
         functions = {source: self.compute_score.for_data_source(source) for source in by_source}
         for source, indices in by_source.items():
             function, selected = functions[source], [samples[i] for i in indices]

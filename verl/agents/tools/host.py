@@ -199,11 +199,7 @@ class ToolHost:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._threads, lambda: _call(tool.func, parameters))
         instance = await self._instance(trajectory, tool, kwargs)
-        result = await tool.execute(instance, parameters, **(kwargs.get("execute_kwargs") or {}))
-        match result:  # the return type of `execute`, with text as in older releases of public verl
-            case tuple((str(text), reward, Mapping() as metrics)):
-                return ToolResponse(text=text), reward, metrics
-        return result
+        return with_response(await tool.execute(instance, parameters, **(kwargs.get("execute_kwargs") or {})))
 
     async def _instance(self, trajectory: str, tool: BaseTool, kwargs: Mapping[str, Any]) -> str:
         key = trajectory, tool.name
@@ -233,6 +229,14 @@ def _call(func: Any, parameters: Mapping[str, Any]) -> Any:
         raise Stopped(describe(error)) from error
     except StopIteration as error:  # a future cannot hold it
         raise RuntimeError(describe(error)) from error
+
+
+def with_response(result: Any) -> Any:
+    """The result of `BaseTool.execute`, whose text is a ToolResponse; in older releases of public verl it is a str."""
+    match result:
+        case tuple((str(text), reward, Mapping() as metrics)):
+            return ToolResponse(text=text), reward, metrics
+    return result
 
 
 def read_result(result: Any) -> Observation:
