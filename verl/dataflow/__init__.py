@@ -9,6 +9,7 @@
 The return value of a function determines what happens to the batch:
 
 - with `writes` declared (a DataProto or a mapping of columns), or a mapping: the result is *added* to the batch;
+- a list of values, one per sample: they are added as the one column of `writes`, or the one of the operator's name;
 - a DataProto without `writes`: the result *replaces* the batch (repeat, filter, reorder);
 - None: the batch is unchanged (monitors, updates);
 - HOLD: the operator keeps the batch and the run ends here (dynamic sampling).
