@@ -343,8 +343,8 @@ def test_grpo_with_an_agent_loop_and_a_tool_of_public_verl(tmp_path, monkeypatch
     more += ["data.max_prompt_length=64", "data.max_response_length=48", "data.val_files=[]", "algorithm.name=grpo"]
     trainer = LocalPPOTrainer(overrides=[*run_settings(tmp_path, tmp_path / "run"), *more])
     trainer.step()
-    # 1 + 2 * 3 from the tool, 0.5 of its call, and 1 since its text is in the response
-    assert trainer.batch.batch["token_level_scores"].sum(-1).tolist() == pytest.approx([8.5] * 8)
+    # 1 + 2 * 3 from the tool, and 0.5 of its call: the reward function is not called
+    assert trainer.batch.batch["token_level_scores"].sum(-1).tolist() == pytest.approx([7.5] * 8)
     mask = trainer.batch.batch["response_mask"]
     assert mask[0].sum() <= 12 and not mask[0].all()
     trainer.shutdown()
