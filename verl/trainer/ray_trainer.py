@@ -8,6 +8,11 @@ from verl.single_controller import WorkerSpec
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.startup.arguments import with_settings
 
+#: attribute of public verl's trainer -> its name here
+_RENAMED = {"global_steps": "global_step", "total_training_steps": "total_steps", "_save_checkpoint": "save"}
+_RENAMED |= {"_load_checkpoint": "load"}
+_OF_PUBLIC = {"async_rollout_manager", "train_dataloader", "val_dataloader", "checkpoint_manager", "_balance_batch"}
+
 
 class RayPPOTrainer(PPOTrainer):
     """Policy optimization on a Ray cluster.
@@ -65,6 +70,19 @@ class RayPPOTrainer(PPOTrainer):
             train_sampler=train_sampler,
             **arguments,
         )
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of public verl's trainer under their names here. AttributeError that says what to use instead."""
+        if name in _RENAMED:
+            return getattr(self, _RENAMED[name])
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name.endswith("_wg") or name in _OF_PUBLIC:
+            text += (
+                ": in public verl it is part of the loop of `fit`. Here each call of it is an operator: edit the flow "
+                "(build_flow, docs/custom_trainer.md), and let a custom `fit` call self.start(), self.step() for each "
+                "step, and self.shutdown(). Worker groups are self.roles['actor'] and its siblings"
+            )
+        raise AttributeError(text, name=name, obj=self)
 
     def worker_specs(self) -> dict[str, WorkerSpec]:
         specs = super().worker_specs()
