@@ -17,9 +17,8 @@ Load the file with `imports=[path/to/file.py]` and select the loop with
 the batch of the rollout engine.
 """
 
-import itertools
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -84,6 +83,8 @@ class Trajectory:
         self.prompt = prompt
         self.prompt_ids = prompt.token_ids if prompt_ids is None else prompt_ids
         self.segments: list[Segment] = []
+        #: for each token after the prompt, 0 to exclude one that the policy sampled from training; None: none
+        self.mask: list[int] | None = None
         self.finish_reason: FinishReason = "length"
         #: spans (first token, version of the weights), over the response
         self.weight_versions: list[tuple[int, int]] = []
@@ -110,20 +111,6 @@ class Trajectory:
         if author == POLICY:
             raise ValueError("add_tokens is for tokens of other authors: use add_completion for those of the policy")
         self._add(Segment(list(token_ids), author))
-
-    def exclude(self, mask: Sequence[int]) -> None:
-        """Exclude tokens from training, those whose entry of the mask is 0."""
-        position, segments = 0, self.segments
-        self.segments = []
-        for segment in segments:
-            kept = mask[position : position + len(segment.token_ids)]
-            position += len(segment.token_ids)
-            for is_kept, run in itertools.groupby(range(len(kept)), lambda k: kept[k]):  # noqa: B023 (used at once)
-                first, *rest = run
-                span = slice(first, first + 1 + len(rest))
-                author = segment.author if is_kept or segment.author != POLICY else "excluded"
-                log_probs = segment.log_probs[span] if author == POLICY else []
-                self.segments.append(Segment(segment.token_ids[span], author, log_probs))
 
     def count(self, name: str, value: float = 1) -> None:
         """Add to a metric."""
@@ -161,13 +148,15 @@ class Trajectory:
 
     @property
     def response_mask(self) -> list[int]:
-        """1 where the policy sampled the token, 0 elsewhere."""
-        return [int(segment.author == POLICY) for segment in self.segments for _ in segment.token_ids]
+        """1 where the policy sampled the token, 0 elsewhere and where `mask` is."""
+        sampled = [int(segment.author == POLICY) for segment in self.segments for _ in segment.token_ids]
+        return sampled if self.mask is None else [a * b for a, b in zip(sampled, self.mask)]
 
     @property
     def log_probs(self) -> list[float]:
-        """The engine's log-prob of each token; 0 where the policy did not sample it."""
-        return [p for s in self.segments for p in (s.log_probs if s.author == POLICY else [0.0] * len(s.token_ids))]
+        """The engine's log-prob of each token; 0 where `response_mask` is."""
+        values = [p for s in self.segments for p in (s.log_probs if s.author == POLICY else [0.0] * len(s.token_ids))]
+        return values if self.mask is None else [a * b for a, b in zip(values, self.mask)]
 
 
 _logged: set[str] = set()

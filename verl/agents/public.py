@@ -239,15 +239,11 @@ class PublicLoop:
         rollout = config.model_dump()
         data = {"apply_chat_template_kwargs": rollout["multi_turn"]["apply_chat_template_kwargs"]}
         self.config = DictConfigWrap(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": data}))
-        given = {
-            "tools": ToolListWrap.load(config.multi_turn),
-            "dataset_cls": None,
-            "data_config": DictConfigWrap(self.config.config.data),
-        }
+        data_config = DictConfigWrap(self.config.config.data)
+        extra = {"tools": ToolListWrap.load(config.multi_turn), "dataset_cls": None, "data_config": data_config}
         accepted = inspect.signature(cls).parameters
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
-            given = {name: value for name, value in given.items() if name in accepted}
-        self.kwargs = given | dict(kwargs)
+        accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+        self.kwargs = {name: value for name, value in extra.items() if accepts_any or name in accepted} | dict(kwargs)
 
     async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
         server = ServerManager(prompt, generate, self.tokenizer)
@@ -297,7 +293,7 @@ class PublicLoop:
                 f"the agent loop {name}: token {wrong[0]} of the response has mask 1, but "
                 "the engine did not sample it there: append the token ids of server_manager.generate, unchanged"
             )
-        trajectory.exclude(mask)
+        trajectory.mask = mask
         trajectory.info |= {"num_turns": output.num_turns, **output.extra_fields}
         if output.reward_score is not None:
             trajectory.info["reward_score"] = output.reward_score

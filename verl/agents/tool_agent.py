@@ -15,6 +15,7 @@ import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -28,43 +29,28 @@ from verl.registry import did_you_mean
 
 logger = logging.getLogger("verl.rollout")
 
-
-class AgentState(Enum):
-    """What a trajectory does next."""
-
-    PENDING = "pending"
-    GENERATING = "generating"
-    PROCESSING_TOOLS = "processing_tools"
-    TERMINATED = "terminated"
-    INTERACTING = "interacting"
+#: what a trajectory does next
+AgentState = Enum(
+    "AgentState", {s.upper(): s for s in ("pending", "generating", "processing_tools", "terminated", "interacting")}
+)
+_ARGUMENTS = "messages image_data video_data metrics request_id tools_kwargs interaction interaction_kwargs"
+_EMPTY = "prompt_ids response_ids response_mask response_logprobs turn_scores tool_rewards tool_calls"
 
 
-class AgentData:
-    """The state of one trajectory. prompt_ids: the prompt and all turns so far.
-
-    Arguments in order: messages, image_data, video_data (since 0.7), metrics, request_id, tools_kwargs, interaction,
-    interaction_kwargs; the others are named.
-    """
-
-    _ARGUMENTS = "messages image_data video_data metrics request_id tools_kwargs interaction interaction_kwargs"
+class AgentData(SimpleNamespace):
+    """The state of one trajectory, and what a subclass adds to it. Arguments: those of `_ARGUMENTS`, in this order,
+    where releases before 0.7 have no video_data. prompt_ids: the prompt and all turns so far; response_ids: the last
+    turn."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        names = self._ARGUMENTS.split()
-        if len(args) > 3 and isinstance(args[3], str):  # the id of a request of a release without video_data
-            names = [name for name in names if name != "video_data"]
-        values = dict.fromkeys((*names, "video_data", "audio_data", "mm_processor_kwargs"))
-        self.__dict__ |= values | dict(zip(names, args, strict=False)) | kwargs
-        self.tools_kwargs, self.interaction_kwargs = self.tools_kwargs or {}, self.interaction_kwargs or {}
-        self.prompt_ids: list[int] = []
-        self.response_ids: list[int] = []  # of the last turn
-        self.response_mask: list[int] = []
-        self.response_logprobs: list[float] = []
-        self.turn_scores: list[float] = []
-        self.tool_rewards: list[float] = []
-        self.user_turns = self.assistant_turns = 0
-        self.tool_calls: list[FunctionCall] = []
-        self.routed_experts = None
-        self.extra_fields: dict[str, Any] = {}
+        names = _ARGUMENTS.split()
+        if len(args) > 3 and isinstance(args[3], str):  # the id of the request: there is no video_data
+            names.remove("video_data")
+        values = dict.fromkeys([*_ARGUMENTS.split(), "audio_data", "mm_processor_kwargs", "routed_experts"])
+        values |= {name: [] for name in _EMPTY.split()} | {"user_turns": 0, "assistant_turns": 0}
+        values |= {name: {} for name in ("extra_fields", "tools_kwargs", "interaction_kwargs")}
+        named = dict(zip(names, args, strict=False)) | kwargs
+        super().__init__(**values | {name: value for name, value in named.items() if value is not None})
 
 
 class ToolAgentLoop(AgentLoopBase):
