@@ -53,6 +53,12 @@ class AgentData(SimpleNamespace):
         super().__init__(**values | {name: value for name, value in named.items() if value is not None})
 
 
+def _find(kind: str, name: Any, known: Mapping[str, Any]) -> Any:
+    if name not in known:
+        raise ValueError(f"there is no {kind} {name!r}: {did_you_mean(str(name), known)}")
+    return known[name]
+
+
 class ToolAgentLoop(AgentLoopBase):
     """Calls of tools, and an interaction if `multi_turn.interaction_config_path` names one."""
 
@@ -63,9 +69,8 @@ class ToolAgentLoop(AgentLoopBase):
             return
         cls._loaded_for, cls._class_initialized = config, True
         turns = config.actor_rollout_ref.rollout.multi_turn
-        for name in ("user_turns", "assistant_turns", "parallel_calls", "tool_response_length"):
-            setattr(cls, f"max_{name}", turns[f"max_{name}"])
-        cls.tool_response_truncate_side, cls.tool_timeout = turns.tool_response_truncate_side, turns.tool_timeout
+        for name, value in turns.items():  # max_user_turns, tool_response_truncate_side, ...
+            setattr(cls, name, value)
         tools = kwargs.get("tools") or ToolListWrap.load(turns)
         cls.tools = {tool.name: tool for tool in tools.tools}
         cls.tool_schemas = [tool.tool_schema.for_template() for tool in cls.tools.values()]
@@ -82,11 +87,7 @@ class ToolAgentLoop(AgentLoopBase):
         data.tools_kwargs = kwargs.get("tools_kwargs") or extra.get("tools_kwargs") or {}
         if self.interaction_config_file:
             data.interaction_kwargs = dict(extra.get("interaction_kwargs") or {})
-            name = data.interaction_kwargs.get("name")
-            data.interaction = self.interaction_map.get(name)
-            if data.interaction is None:
-                message = f"interaction_kwargs of the sample: expected the name of an interaction, found {name!r}: "
-                raise ValueError(message + did_you_mean(str(name), self.interaction_map))
+            data.interaction = _find("interaction", data.interaction_kwargs.get("name"), self.interaction_map)
             await data.interaction.start_interaction(data.request_id, **data.interaction_kwargs)
         if selected := extra.get("tool_selection"):
             data._active_tools = {name: tool for name, tool in self.tools.items() if name in selected}
@@ -121,12 +122,8 @@ class ToolAgentLoop(AgentLoopBase):
     ) -> AgentState:
         """Generate a turn, and read its calls unless a limit ends the trajectory."""
         prompt_ids = list(agent_data.prompt_ids)
-        output = await self.server_manager.generate(
-            agent_data.request_id,
-            prompt_ids=prompt_ids,
-            sampling_params=sampling_params,
-            image_data=agent_data.image_data,
-        )
+        request = {"prompt_ids": prompt_ids, "sampling_params": sampling_params, "image_data": agent_data.image_data}
+        output = await self.server_manager.generate(agent_data.request_id, **request)
         agent_data.assistant_turns += 1
         agent_data.response_ids = list(output.token_ids)
         self._add(agent_data, agent_data.response_ids, 1, output.log_probs)
@@ -146,9 +143,9 @@ class ToolAgentLoop(AgentLoopBase):
     async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
         """Run the calls of a turn, and append their responses if there is room."""
         calls = agent_data.tool_calls[: self.max_parallel_calls]
-        arguments = [agent_data.tools_kwargs, agent_data]
-        if len(inspect.signature(self._call_tool).parameters) == 2:  # as before 0.7: *args has the kind of one
-            arguments = arguments[:1]
+        # before 0.7, a `_call_tool` has no agent_data
+        has_data = [*inspect.signature(self._call_tool).parameters] != ["tool_call", "tools_kwargs"]
+        arguments = (agent_data.tools_kwargs, agent_data)[: 1 + has_data]
         results = await asyncio.gather(*(self._call_tool(call, *arguments) for call in calls))
         for response, _, _ in results:
             if response.image or response.video:
@@ -190,9 +187,7 @@ class ToolAgentLoop(AgentLoopBase):
         tools = getattr(agent_data, "_active_tools", self.tools)
         try:
             async with asyncio.timeout(self.tool_timeout):
-                if tool_call.name not in tools:
-                    raise ValueError(f"there is no tool {tool_call.name!r}: {did_you_mean(tool_call.name, tools)}")
-                tool, arguments = tools[tool_call.name], read_json(tool_call.arguments)
+                tool, arguments = _find("tool", tool_call.name, tools), read_json(tool_call.arguments)
                 if isinstance(tool, FunctionTool):
                     call = tool.func(**arguments) if tool.is_async else asyncio.to_thread(tool.func, **arguments)
                     result = await call

@@ -9,7 +9,6 @@
 The return value of a function determines what happens to the batch:
 
 - with `writes` declared (a DataProto or a mapping of columns), or a mapping: the result is *added* to the batch;
-- a list of values, one per sample: they are added as the one column of `writes`, or the one of the operator's name;
 - a DataProto without `writes`: the result *replaces* the batch (repeat, filter, reorder);
 - None: the batch is unchanged (monitors, updates);
 - HOLD: the operator keeps the batch and the run ends here (dynamic sampling).
@@ -27,27 +26,11 @@ same numbers, with and without the overlap.
     run        PipelineRun: one batch on its way, and the batch after each operator
 """
 
-from verl.dataflow.flow import DataFlow, Pipeline
-from verl.dataflow.operator import (
-    CONTROLLER,
-    HOLD,
-    Operator,
-    Stateful,
-    as_operator,
-    edges,
-    running,
-    running_operator,
-)
+from verl.utils.lazy import lazy_names
 
-__all__ = [
-    "CONTROLLER",
-    "HOLD",
-    "DataFlow",
-    "Operator",
-    "Pipeline",
-    "Stateful",
-    "as_operator",
-    "edges",
-    "running",
-    "running_operator",
-]
+_HOME = {
+    "verl.dataflow.flow": "DataFlow Pipeline",
+    "verl.dataflow.operator": "CONTROLLER HOLD Operator Stateful as_operator edges running running_operator",
+}
+
+__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -121,7 +121,7 @@ class Pipeline:
     def _checked_input(self, batch: DataProto | Mapping[str, Any] | None) -> DataProto | None:
         """A checked copy of the batch given to `run`; None or an empty one, if the first operator makes it."""
         first = self._stage[0]
-        if batch is None and not first.is_source and first.reads:
+        if batch is None and not first.is_source and (first.reads or not first.writes):
             raise ValueError(f"the flow's first operator {first.name!r} needs a batch: call run(batch)")
         if batch is None:
             return None if first.is_source else DataProto()

@@ -235,7 +235,7 @@ def _batch_after(op: Operator, current: DataProto | None, op_input: OperatorInpu
     if result is None and (op.writes or current is None):
         expected = f"the columns {list(op.writes)}" if op.writes else "a batch"
         raise DataProtoValidationError(f"expected {expected}, found None")
-    adds = result is None or bool(op.writes) or (isinstance(result, Mapping | list | tuple) and op.on is None)
+    adds = result is None or bool(op.writes) or (isinstance(result, Mapping) and op.on is None)
     replaces = current is None or not adds or not (len(current) or current.columns)  # no batch yet
     if replaces and op.on is not None and op_input is not None:
         returned = "HOLD" if result is HOLD else "another batch"
@@ -255,8 +255,6 @@ def _batch_after(op: Operator, current: DataProto | None, op_input: OperatorInpu
         problem = "returned None: return the batch, or declare the columns as `writes` and return them"
         _require_untouched(op_input, problem)
         return current
-    if isinstance(result, list | tuple) and len(op.writes) < 2:
-        result = {(*op.writes, op.name)[0]: list(result)}
     result = as_batch(result)
     if missing := [c for c in op.writes if c not in result]:
         raise DataProtoValidationError(
