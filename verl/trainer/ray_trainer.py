@@ -79,9 +79,8 @@ class RayPPOTrainer(PPOTrainer):
         text = f"{type(self).__name__!r} object has no attribute {name!r}"
         if name.endswith("_wg") or name in _OF_PUBLIC:
             text += (
-                ": in public verl it is part of the loop of `fit`. Here each call of it is an operator: edit the flow "
-                "(build_flow, docs/custom_trainer.md), and let a custom `fit` call self.start(), self.step() for each "
-                "step, and self.shutdown(). Worker groups are self.roles['actor'] and its siblings"
+                ": it is part of public verl's `fit`: edit the flow (build_flow, docs/custom_trainer.md); a custom "
+                "`fit` calls start(), step() for each step, and shutdown(); worker groups are self.roles"
             )
         raise AttributeError(text, name=name, obj=self)
 
