@@ -12,7 +12,7 @@ from verl.trainer.startup.arguments import with_settings
 _RENAMED = {"global_steps": "global_step", "total_training_steps": "total_steps", "_save_checkpoint": "save"}
 _RENAMED |= {"_load_checkpoint": "load"}
 _OF_PUBLIC = {"async_rollout_manager", "train_dataloader", "val_dataloader", "checkpoint_manager", "_balance_batch"}
-_OF_PUBLIC |= {"use_critic", "use_reference_policy", "use_rm", "reward_fn", "val_reward_fn", "resource_pool_manager"}
+_OF_PUBLIC |= {"use_critic", "use_reference_policy", "use_rm", "reward_fn", "val_reward_fn", "resource_pool_to_cls"}
 
 
 class RayPPOTrainer(PPOTrainer):
