@@ -191,8 +191,8 @@ _BAD = "<tool_call>{no json}</tool_call>"
         ("patient", [_ADD.format(0)], ["tool\n0"], {"num_turns": 3}),
         ("patient", [_ADD.format(1) * 2], [""], {"num_turns": 2}),
         ("patient", [_BAD], [""], {"num_turns": 2}),  # as in public verl
-        ("patient", [_ADD.format(3).replace("add", "ad"), "give up"], ["tool\nError when executing tool: there is no "
-         "tool 'ad': did you mean 'add'? known: add, count, nap", ""], {"num_turns": 4}),
+        ("patient", [_ADD.format(3).replace("add", "ad"), "give up"], ["tool\nUnknown function "
+         "'ad': did you mean 'add'? known: add, count, nap", ""], {"num_turns": 4}),
         ("session", [_COUNT, _ADD.format(5), _COUNT, "3"], ["tool\ncounted 1", "tool\n5", "tool\ncounted 2", ""],
          {"reward_score": 2.0, "tool_rewards": [0.5, 0.25, 0.5], "num_turns": 8}),
         ("talk", [_ADD.format(7), "a", "b"], ["tool\n7", "user\nyou said a", "user\nyou said b"],

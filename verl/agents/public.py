@@ -183,7 +183,7 @@ class AgentLoopBase(ABC):
         self.response_length = self.rollout_config.response_length
         self.data_config, self.loop = self.config.data, asyncio.get_running_loop()
         self.apply_chat_template_kwargs = self.data_config.apply_chat_template_kwargs
-        self._calls = server_manager.calls
+        self._calls = getattr(server_manager, "calls", ())  # a program that runs a loop itself has its own manager
         self.init_class(self.config, tokenizer, processor=processor, **kwargs)
 
     @abstractmethod

@@ -53,14 +53,10 @@ class AgentData(SimpleNamespace):
         super().__init__(**values | {name: value for name, value in named.items() if value is not None})
 
 
-def _find(kind: str, name: Any, known: Mapping[str, Any]) -> Any:
-    if name not in known:
-        raise ValueError(f"there is no {kind} {name!r}: {did_you_mean(str(name), known)}")
-    return known[name]
-
-
 class ToolAgentLoop(AgentLoopBase):
     """Calls of tools, and an interaction if `multi_turn.interaction_config_path` names one."""
+
+    tool_timeout: float | None = None  # of a call, in seconds
 
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any, processor: Any = None, **kwargs: Any) -> None:
@@ -87,7 +83,9 @@ class ToolAgentLoop(AgentLoopBase):
         data.tools_kwargs = kwargs.get("tools_kwargs") or extra.get("tools_kwargs") or {}
         if self.interaction_config_file:
             data.interaction_kwargs = dict(extra.get("interaction_kwargs") or {})
-            data.interaction = _find("interaction", data.interaction_kwargs.get("name"), self.interaction_map)
+            if (name := data.interaction_kwargs.get("name")) not in self.interaction_map:
+                raise ValueError(f"there is no interaction {name!r}: {did_you_mean(str(name), self.interaction_map)}")
+            data.interaction = self.interaction_map[name]
             await data.interaction.start_interaction(data.request_id, **data.interaction_kwargs)
         if selected := extra.get("tool_selection"):
             data._active_tools = {name: tool for name, tool in self.tools.items() if name in selected}
@@ -146,7 +144,12 @@ class ToolAgentLoop(AgentLoopBase):
         # before 0.7, a `_call_tool` has no agent_data
         has_data = [*inspect.signature(self._call_tool).parameters] != ["tool_call", "tools_kwargs"]
         arguments = (agent_data.tools_kwargs, agent_data)[: 1 + has_data]
-        results = await asyncio.gather(*(self._call_tool(call, *arguments) for call in calls))
+        limited = (asyncio.wait_for(self._call_tool(call, *arguments), self.tool_timeout) for call in calls)
+        results = await asyncio.gather(*limited, return_exceptions=True)
+        late = ToolResponse(text=f"Error when executing tool: timed out after {self.tool_timeout} s"), 0.0, {}
+        results = [late if isinstance(result, TimeoutError) else result for result in results]
+        for error in (result for result in results if isinstance(result, BaseException)):
+            raise error
         for response, _, _ in results:
             if response.image or response.video:
                 raise ValueError(f"{type(self).__name__}: images and video of tools are not supported")
@@ -184,25 +187,29 @@ class ToolAgentLoop(AgentLoopBase):
         self, tool_call: FunctionCall, tools_kwargs: Mapping[str, Any], agent_data: AgentData | None = None
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
         """Run one call: its response, reward and metrics. An error of the tool is its response."""
-        tools = getattr(agent_data, "_active_tools", self.tools)
+        name, tools = tool_call.name, getattr(agent_data, "_active_tools", self.tools)
+        if name not in tools:
+            return ToolResponse(text=f"Unknown function {name!r}: {did_you_mean(name, tools)}"), 0.0, {}
         try:
-            async with asyncio.timeout(self.tool_timeout):
-                tool, arguments = _find("tool", tool_call.name, tools), read_json(tool_call.arguments)
-                if isinstance(tool, FunctionTool):
-                    call = tool.func(**arguments) if tool.is_async else asyncio.to_thread(tool.func, **arguments)
-                    result = await call
-                else:
-                    created = (tools_kwargs.get(tool_call.name) or {}).get("create_kwargs") or {}
-                    instance = await tool.create(create_kwargs=created)
-                    instance = instance[0] if isinstance(instance, tuple) else instance
-                    try:
-                        result = with_response(await tool.execute(instance, arguments, agent_data=agent_data))
-                    finally:
-                        await tool.release(instance)
-                observation = read_result(result)
+            arguments = read_json(tool_call.arguments or "")
+        except ValueError as error:
+            return ToolResponse(text=f"Invalid JSON in the arguments of {name!r}: {error}"), 0.0, {}
+        tool = tools[name]
+        try:
+            if isinstance(tool, FunctionTool):
+                result = tool.func(**arguments) if tool.is_async else asyncio.to_thread(tool.func, **arguments)
+                result = await result
+            else:
+                instance = await tool.create(create_kwargs=(tools_kwargs.get(name) or {}).get("create_kwargs") or {})
+                instance = instance[0] if isinstance(instance, tuple) else instance
+                try:
+                    result = with_response(await tool.execute(instance, arguments, agent_data=agent_data))
+                finally:
+                    await tool.release(instance)
+            observation = read_result(result)
         except Exception as error:
-            logger.warning("tool %s: %s", tool_call.name, describe(error))
-            return ToolResponse(text=f"Error when executing tool: {error}"), 0.0, {}
+            logger.warning("tool %s: %s", name, describe(error))
+            return ToolResponse(text=f"Error when executing tool {name!r}: {error}"), 0.0, {}
         text = truncate_text(observation.text, self.max_tool_response_length, self.tool_response_truncate_side)
         metrics = result[2] if isinstance(result, tuple) and len(result) > 2 else {}
         return ToolResponse(text=text), observation.reward, metrics

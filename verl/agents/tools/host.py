@@ -100,13 +100,14 @@ def truncate_text(text: str, limit: int, side: str) -> str:
     """At most `limit` characters of a text, and a note if it was longer.
 
     Args:
-        side: the part that is kept, as in public verl: "left": the start, "right": the end, "middle": half of each.
+        side: what is removed, as in public verl 0.9.1: "left" keeps the end, "right" the start, "middle" half of each.
+            Older releases keep the named side.
     """
     if len(text) <= limit:
         return text
-    if side == "left":
-        return text[:limit] + "...(truncated)"
     if side == "right":
+        return text[:limit] + "...(truncated)"
+    if side == "left":
         return "(truncated)..." + text[len(text) - limit :]
     half = limit // 2
     return text[:half] + "...(truncated)..." + text[len(text) - half :]
