@@ -402,7 +402,8 @@ def test_the_reward_of_an_agent_loop_is_that_of_its_sample(tokenizer, tmp_path, 
     """The function scores the other samples, so the data source of a scored sample needs no rule."""
     (tmp_path / "score.py").write_text(
         "def one(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str)\n"
-        "def all(data_sources, solution_strs, ground_truths, extra):\n    return [len(s) for s in solution_strs]\n"
+        "def all(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    return [len(text) for text in solution_strs]\n"
     )
     name = {"naive": "one", "batch": "all"}[manager]
     made = load_reward_manager(tokenizer, manager=manager, function_path=str(tmp_path / "score.py"), function_name=name)
