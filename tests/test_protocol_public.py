@@ -251,6 +251,8 @@ def test_rows_without_tensor_columns_have_no_tensors_either():
     assert batch[1].batch is None and batch[1].non_tensor_batch == {"answer": "b"}
     collated = protocol.collate_fn([batch[1], batch[0]])
     assert collated.batch is None and collated.non_tensor_batch["answer"].tolist() == ["b", "a"]
+    pairs = DataProto(None, {"pair": np.array([["a", "b"], ["c", "d"]], dtype=object)})
+    assert protocol.collate_fn([pairs[1], pairs[0]]).non_tensor_batch["pair"].shape == (2, 2)
 
 
 @pytest.mark.parametrize("kind", [ValueError, AssertionError, KeyError])

@@ -269,6 +269,9 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
     """Make a batch from rows that were taken from batches with the same columns. Metadata is not kept."""
     items = list(x)
     names = {k: [item.non_tensor_batch[k] for item in items] for k in items[0].non_tensor_batch}
+    for name, rows in names.items():
+        if all(isinstance(row, np.ndarray) and row.dtype == object and row.shape == rows[0].shape for row in rows):
+            names[name] = np.array(rows, dtype=object)  # of a column of two dimensions
     return DataProto(None if items[0].batch is None else torch.stack([item.batch for item in items]), names)
 
 

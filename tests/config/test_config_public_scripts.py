@@ -44,6 +44,12 @@ DYNAMIC = """
 
 # name -> ((a key, its value, how many keys are ignored), what a script adds to COMMON)
 SCRIPTS = {
+    "a mini-batch of more prompts than a batch, a feature of a fork that is off, and a model of the reference": (
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", 8, 3),
+        f"""algorithm.adv_estimator=reinforce_plus_plus {KL_LOSS} data.train_batch_size=8
+        +trainer.hf_push.enable=False +trainer.hf_push.repo_id=me/x
+        +actor_rollout_ref.ref.override_config.attn_implementation=sdpa""",
+    ),
     "grpo with generations in the trackers and a legacy switch": (
         ("trainer.log_val_generations", 10, 2),
         f"""algorithm.adv_estimator=grpo {KL_LOSS} {DYNAMIC} trainer.log_val_generations=10

@@ -141,7 +141,6 @@ COMBINATIONS = {
         f"100 is not a multiple of {ACTOR}ppo_mini_batch_size=64: use a mini-batch of 50 or 100, or a batch of 64 or "
         "128"
     ),
-    f"data.train_batch_size=7 {ACTOR}ppo_mini_batch_size=8": "use a mini-batch of 7, or a batch of 8",
     "data.train_batch_size=100000007": "256: use a mini-batch of 1, or a batch of 100000000 or 100000256",
     "data.train_batch_size=99999999999999999999": "use a mini-batch of 123 or 271",
     "data.train_batch_size=64 critic.ppo_mini_batch_size=48": "critic.ppo_mini_batch_size=48: use a mini-batch",

@@ -406,3 +406,41 @@ def test_a_manager_that_needs_no_rule_scores_any_data_source(tokenizer):  # noqa
     scored = load_reward_manager(tokenizer, manager="brief", manager_kwargs={"limit": 2}, config=CONFIG)
     assert scored.compute_score.for_data_source("gsm8k") is not scored.compute_score
     assert scored.compute_score.for_data_source("my/own") is scored.compute_score  # no error before it is called
+
+
+OWN_CALL = """
+import torch
+
+from verl.workers.reward_manager import register
+from verl.workers.reward_manager.prime import PrimeRewardManager
+
+
+class Own(PrimeRewardManager):
+    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source", bonus=0.5, **kwargs):
+        super().__init__(tokenizer, num_examine, compute_score=compute_score, reward_fn_key=reward_fn_key)
+        self.bonus = bonus
+
+    def verify(self, data):
+        scores = [float(score) + self.bonus for score in super().verify(data)]
+        data.batch["acc"] = torch.tensor(scores)
+        return scores
+
+    def __call__(self, data, return_dict: bool = False):
+        rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
+        lengths = data.batch["attention_mask"][:, data.batch["prompts"].shape[-1] :].sum(dim=-1)
+        for i, score in enumerate(self.verify(data)):
+            rewards[i, lengths[i].item() - 1] = score
+        return {"reward_tensor": rewards} if return_dict else rewards
+"""
+
+
+def test_a_subclass_of_a_public_manager_has_its_own_call(tokenizer, tmp_path):  # noqa: F811
+    """It returns what managers of public verl return, and may add columns to its batch."""
+    (tmp_path / "own.py").write_text(OWN_CALL)
+    settings = {"bonus": 0.25, "timeout": None, "isolation": "none"}
+    manager = load_reward_manager(
+        tokenizer, manager="Own", manager_path=str(tmp_path / "own.py"), manager_kwargs=settings
+    )
+    result = manager(PUBLIC_BATCH, return_dict=True)
+    assert result["reward_tensor"].sum(1).tolist() == [1.25, 0.25, 1.25] and "acc" not in PUBLIC_BATCH
+    assert result["metrics"]["reward/failed_rows"] == 0.0

@@ -395,3 +395,20 @@ def test_some_samples_of_each_source_are_printed(tokenizer, capsys):
     assert "[prompt] ab\n" in shown and "[score] 1\n" in shown and "[data_source] two" in shown
     load_reward_manager(tokenizer, function_path=SAMPLES)(batch)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("manager", ["naive", "batch"])
+def test_the_reward_of_an_agent_loop_is_that_of_its_sample(tokenizer, tmp_path, manager):
+    """The function scores the other samples, so the data source of a scored sample needs no rule."""
+    (tmp_path / "score.py").write_text(
+        "def one(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str)\n"
+        "def all(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    return [len(text) for text in solution_strs]\n"
+    )
+    name = {"naive": "one", "batch": "all"}[manager]
+    made = load_reward_manager(tokenizer, manager=manager, function_path=str(tmp_path / "score.py"), function_name=name)
+    scored = {"reward_score": 0.25, "reward_extra_info": {"calls": 2, "texts": ["a"]}}
+    batch = make_batch(["a", "bcd", "ab"]).union(DataProto.from_dict(None, {"trajectory_info": [scored, {}, scored]}))
+    result = made(batch, return_dict=True)
+    assert result["reward_tensor"].sum(1).tolist() == [0.25, 3.0, 0.25]
+    assert result["reward_extra_info"]["calls"] == [2, None, 2] and "texts" not in result["reward_extra_info"]

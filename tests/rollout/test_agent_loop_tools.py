@@ -423,7 +423,7 @@ class TwiceLoop(AgentLoopBase):
                 more = await self.apply_chat_template([{"role": "user", "content": "again"}], remove_system_prompt=True)
                 ids, mask = ids + more, mask + [0] * len(more)
         if self.spoil:
-            ids[0] += 1
+            ids[0] += 2
         return AgentLoopOutput(prompt_ids=prompt_ids, response_ids=ids, response_mask=mask, num_turns=4, metrics={})
 """
 

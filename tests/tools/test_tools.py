@@ -209,8 +209,8 @@ def test_missing_files(tmp_path):
 @pytest.mark.parametrize(
     ("side", "limit", "expected"),
     [
-        ("left", 4, "abcd...(truncated)"),
-        ("right", 4, "(truncated)...ghij"),
+        ("right", 4, "abcd...(truncated)"),
+        ("left", 4, "(truncated)...ghij"),
         ("middle", 4, "ab...(truncated)...ij"),
         ("middle", 5, "ab...(truncated)...ij"),
         ("middle", 1, "...(truncated)..."),

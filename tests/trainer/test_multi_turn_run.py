@@ -124,3 +124,70 @@ def test_a_column_selects_the_loop(settings, tmp_path, monkeypatch):
     for name, info in zip(columns["agent_name"], columns["trajectory_info"]):
         assert info["num_turns"] == 2 or name == "tool_agent"
     assert any(info["tool_rewards"] for info in columns["trajectory_info"])
+
+
+LOOP = """
+import json
+from verl.experimental.agent_loop.agent_loop import register
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import AgentData, AgentState, ToolAgentLoop
+from verl.tools.schemas import ToolResponse
+
+@register("stops_early")
+class StopsEarly(ToolAgentLoop):
+    async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
+        state = await super()._handle_processing_tools_state(agent_data)
+        return AgentState.TERMINATED if agent_data.user_turns == 2 else state
+
+@register("own_call")
+class OwnCall(ToolAgentLoop):
+    async def _call_tool(self, tool_call, tools_kwargs, agent_data):
+        text = json.loads(tool_call.arguments)["text"]
+        return ToolResponse(text=f"{len(text)} letters"), 0.25, {}
+
+@register("own_score")
+class OwnScore(ToolAgentLoop):
+    async def run(self, sampling_params, **kwargs):
+        messages = [{"role": "system", "content": "Be brief."}, *kwargs.pop("raw_prompt")]
+        output = await super().run(sampling_params, raw_prompt=messages, **kwargs)
+        output.reward_score = float(len(output.response_ids) % 2)
+        output.extra_fields["reward_extra_info"] = {"calls": len(output.extra_fields["tool_rewards"])}
+        return output
+
+@register("one_turn")
+class OneTurn(SingleTurnAgentLoop):
+    async def run(self, sampling_params, **kwargs):
+        output = await super().run(sampling_params, **kwargs)
+        output.reward_score = 0.5 * len(output.response_ids)
+        return output
+"""
+
+
+@pytest.mark.parametrize("name", ["own_score", *(pytest.param(name, marks=pytest.mark.slow) for name in
+                                                 ("stops_early", "own_call", "one_turn"))])  # fmt: skip
+def test_a_step_with_a_loop_of_public_verl(name, settings, tmp_path):
+    register_tool_parser("every_turn")(EveryTurn)
+    (tmp_path / "loop.py").write_text(LOOP)
+    chosen = [f"imports=[{tmp_path / 'loop.py'}]", f"{ROLLOUT}.agent.default_agent_loop={name}", f"{ROLLOUT}.n=2"]
+    scores = name in ("own_score", "one_turn")
+    if scores:  # no reward function: the data source is unknown
+        chosen += ["reward.custom_reward_function.path=null"]
+    _, (report,) = fit([*settings, *chosen])
+    columns, metrics = report.batch.batch, report.metrics
+    infos, rewards = report.batch.non_tensor_batch["trajectory_info"], columns["token_level_scores"].sum(1)
+    lengths = columns["attention_mask"][:, columns["prompts"].shape[1] :].sum(1)
+    assert metrics["rollout/logprob_gap_max"] < 1e-3 and metrics["actor/grad_norm"] > 0
+    if scores:
+        assert rewards.tolist() == ((lengths % 2).float() if name == "own_score" else 0.5 * lengths).tolist()
+        assert [info["reward_score"] for info in infos] == rewards.tolist()
+    if name == "own_score":
+        calls = [len(info["tool_rewards"]) for info in infos]
+        assert metrics["reward/calls"] == pytest.approx(sum(calls) / len(calls)) and sum(calls) > 0
+    if name == "stops_early":
+        assert max(info["num_turns"] for info in infos) == 5
+        ends = columns["response_mask"][range(len(lengths)), lengths - 1]
+        assert [end for end, info in zip(ends.tolist(), infos) if info["num_turns"] == 5] == [0] * len(
+            [info for info in infos if info["num_turns"] == 5]
+        )
+    if name == "own_call":
+        assert {reward for info in infos for reward in info["tool_rewards"]} == {0.25}

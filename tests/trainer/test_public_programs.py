@@ -12,7 +12,12 @@ from verl.experimental.reward_loop import migrate_legacy_reward_impl  # noqa: E4
 from verl.single_controller.base import Worker  # noqa: E402
 from verl.single_controller.base.decorator import Dispatch, register  # noqa: E402
 from verl.single_controller.ray.base import create_colocated_worker_cls  # noqa: E402
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role  # noqa: E402
+from verl.trainer.ppo.ray_trainer import (  # noqa: E402
+    RayPPOTrainer,
+    ResourcePoolManager,
+    Role,
+    compute_data_metrics,
+)
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path  # noqa: E402
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker  # noqa: E402
 
@@ -343,8 +348,34 @@ def test_grpo_with_an_agent_loop_and_a_tool_of_public_verl(tmp_path, monkeypatch
     more += ["data.max_prompt_length=64", "data.max_response_length=48", "data.val_files=[]", "algorithm.name=grpo"]
     trainer = LocalPPOTrainer(overrides=[*run_settings(tmp_path, tmp_path / "run"), *more])
     trainer.step()
-    # 1 + 2 * 3 from the tool, 0.5 of its call, and 1 since its text is in the response
-    assert trainer.batch.batch["token_level_scores"].sum(-1).tolist() == pytest.approx([8.5] * 8)
+    # 1 + 2 * 3 from the tool, and 0.5 of its call: the reward function is not called
+    assert trainer.batch.batch["token_level_scores"].sum(-1).tolist() == pytest.approx([7.5] * 8)
     mask = trainer.batch.batch["response_mask"]
     assert mask[0].sum() <= 12 and not mask[0].all()
     trainer.shutdown()
+
+
+class OwnLoop(RayPPOTrainer):
+    """A trainer with a custom `fit`."""
+
+    def fit(self):
+        self.start()
+        scores = []
+        while self.global_steps < self.total_training_steps:
+            self.step()
+            scores.append(compute_data_metrics(self.batch, use_critic=False)["critic/score/mean"])
+        self._save_checkpoint()
+        self.shutdown()
+        return scores
+
+
+@pytest.mark.slow
+def test_a_trainer_with_a_custom_fit_on_ray(local_ray, settings, tmp_path):
+    trainer = OwnLoop(overrides=[*settings, *ON_RAY, *TWO_STEPS])
+    for name in ("actor_rollout_wg", "train_dataloader"):
+        with pytest.raises(AttributeError, match=rf"{name}.*edit the flow .*calls start\(\), step\(\)"):
+            getattr(trainer, name)
+    scores = trainer.fit()
+    assert find_latest_ckpt_path(str(tmp_path / "run")) == str(tmp_path / "run" / "global_step_2")
+    alone = LocalPPOTrainer(overrides=[*settings, *TWO_STEPS, f"trainer.default_local_dir={tmp_path / 'alone'}"]).fit()
+    assert len(scores) == 2 and scores[1] == pytest.approx(alone["critic/score/mean"], rel=1e-4)

@@ -83,6 +83,8 @@ class Trajectory:
         self.prompt = prompt
         self.prompt_ids = prompt.token_ids if prompt_ids is None else prompt_ids
         self.segments: list[Segment] = []
+        #: for each token after the prompt, 0 to exclude one that the policy sampled from training; None: none
+        self.mask: list[int] | None = None
         self.finish_reason: FinishReason = "length"
         #: spans (first token, version of the weights), over the response
         self.weight_versions: list[tuple[int, int]] = []
@@ -146,13 +148,15 @@ class Trajectory:
 
     @property
     def response_mask(self) -> list[int]:
-        """1 where the policy sampled the token, 0 elsewhere."""
-        return [int(segment.author == POLICY) for segment in self.segments for _ in segment.token_ids]
+        """1 where the policy sampled the token, 0 elsewhere and where `mask` is."""
+        sampled = [int(segment.author == POLICY) for segment in self.segments for _ in segment.token_ids]
+        return sampled if self.mask is None else [a * b for a, b in zip(sampled, self.mask)]
 
     @property
     def log_probs(self) -> list[float]:
-        """The engine's log-prob of each token; 0 where the policy did not sample it."""
-        return [p for s in self.segments for p in (s.log_probs if s.author == POLICY else [0.0] * len(s.token_ids))]
+        """The engine's log-prob of each token; 0 where `response_mask` is."""
+        values = [p for s in self.segments for p in (s.log_probs if s.author == POLICY else [0.0] * len(s.token_ids))]
+        return values if self.mask is None else [a * b for a, b in zip(values, self.mask)]
 
 
 _logged: set[str] = set()

@@ -6,13 +6,14 @@
     class MyAgent(AgentLoopBase):
         async def run(self, sampling_params, **kwargs) -> AgentLoopOutput: ...
 
-`kwargs` are the columns of the sample. Differences: `self.config` is the `rollout` section below the keys that public
-verl has above it; tokens of the response with mask 1 must be those that `server_manager.generate` returned, in order,
-and their log-probs are taken from there.
+`kwargs` are the columns of the sample. A `reward_score` is the reward of the sample. Differences: `self.config` is the
+`rollout` section below the keys that public verl has above it; tokens of the response with mask 1 must be those that
+`server_manager.generate` returned, in order, and their log-probs are taken from there.
 """
 
 import asyncio
 import dataclasses
+import functools
 import inspect
 import uuid
 from abc import ABC, abstractmethod
@@ -31,7 +32,7 @@ from verl.agents.loop import (
     Trajectory,
     log_ignored_sampling,
 )
-from verl.agents.tools.load import load_class, read_yaml_list
+from verl.agents.tools.load import load_class, load_tools, read_yaml_list
 from verl.rollout.request import Completion, Request, SamplingParams, media_of
 from verl.utils.rng import fork_seed
 from verl.utils.tokenizer import with_id_lists
@@ -39,6 +40,8 @@ from verl.utils.tokenizer import with_id_lists
 #: sampling parameters that an agent cannot change, and those that it can
 _FIXED = ("temperature", "top_k", "top_p", "min_p", "ignore_eos")
 _APPLIED = {"max_tokens", "max_new_tokens", "stop", "stop_token_ids"}
+#: parameters that are always so: token ids include those of a stop string
+_IMPLIED = {"logprobs", "include_stop_str_in_output"}
 
 
 class AgentLoopMetrics(BaseModel):
@@ -84,7 +87,7 @@ class ServerManager:
 
     def __init__(self, prompt: Prompt, generate: GenerateFn, tokenizer: Any):
         self._prompt, self._generate, self._tokenizer = prompt, generate, tokenizer
-        self.completions: list[Completion] = []
+        self.calls: list[tuple[list[int], Completion]] = []  # the prompts, with all turns so far, and the completions
         self.returns_ids = False
 
     async def generate(
@@ -112,10 +115,10 @@ class ServerManager:
                 "(docs/custom_agent_loop.md)"
             )
         params = self._params(sampling_params, len(prompt_ids))
-        sample_id, turn = self._prompt.sample_id, len(self.completions)
+        sample_id, turn = self._prompt.sample_id, len(self.calls)
         turn_id = sample_id if turn == 0 else fork_seed(sample_id, turn)
         completion = await self._generate(Request(list(prompt_ids), params, turn_id, f"{sample_id}:{turn}"))
-        self.completions.append(completion)
+        self.calls.append((list(prompt_ids), completion))
         if self.returns_ids:
             return completion.token_ids
         reason = "aborted" if completion.finish_reason == "abort" else "completed"
@@ -124,7 +127,7 @@ class ServerManager:
     def _params(self, requested: Mapping[str, Any], length: int) -> SamplingParams:
         params = self._prompt.params
         fixed = {name: getattr(params, name) for name in (*_FIXED, "seed")} | {"repetition_penalty": 1.0, "n": 1}
-        if unknown := requested.keys() - fixed.keys() - _APPLIED - {"logprobs"}:
+        if unknown := requested.keys() - fixed.keys() - _APPLIED - _IMPLIED:
             raise ValueError(f"sampling_params: {sorted(unknown)} not supported: use {sorted(_APPLIED)}")
         log_ignored_sampling({name: value for name, value in requested.items() if name in fixed}, fixed)
         strings = requested.get("stop") or ()
@@ -140,6 +143,18 @@ class DictConfigWrap:
     """Wraps a configuration, so that it is passed on without a copy."""
 
     config: Any
+
+
+@dataclasses.dataclass
+class ToolListWrap:
+    """Wraps the tools of `multi_turn.tool_config_path` and `function_tool_path`."""
+
+    tools: list[Any]
+
+    @classmethod
+    def load(cls, turns: Any) -> "ToolListWrap":
+        """The tools of the section `multi_turn`."""
+        return cls(list(load_tools(turns.tool_config_path, turns.function_tool_path).values()))
 
 
 class AgentLoopBase(ABC):
@@ -168,7 +183,8 @@ class AgentLoopBase(ABC):
         self.response_length = self.rollout_config.response_length
         self.data_config, self.loop = self.config.data, asyncio.get_running_loop()
         self.apply_chat_template_kwargs = self.data_config.apply_chat_template_kwargs
-        self.init_class(self.config, tokenizer, **kwargs)
+        self._calls = getattr(server_manager, "calls", ())  # a program that runs a loop itself has its own manager
+        self.init_class(self.config, tokenizer, processor=processor, **kwargs)
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
@@ -185,17 +201,19 @@ class AgentLoopBase(ABC):
         images: Any = None,
         videos: Any = None,
         remove_system_prompt: bool = False,
+        **media: Any,
     ) -> list[int]:
         """Token ids of messages with the generation prompt.
 
         With remove_system_prompt, for messages between two turns: without the text that the template adds before them.
         """
-        if images or videos:
-            raise ValueError("images and video are not supported by agent loops")
+        if images or videos or any(media.values()):
+            raise ValueError("images, video and audio are not supported by agent loops")
         kwargs = dict(self.rollout_config.multi_turn.apply_chat_template_kwargs)
         if remove_system_prompt:
             chat = ChatContinuation(self.tokenizer, tools or (), kwargs)
-            return chat.next_tokens([self.tokenizer.eos_token_id], [], messages)
+            last = self._calls[-1][1].token_ids if self._calls else [self.tokenizer.eos_token_id]
+            return chat.next_tokens(last, [], messages)
         settings = {**kwargs, "tools": tools, "add_generation_prompt": True, "tokenize": False}
         text = self.tokenizer.apply_chat_template(messages, **settings)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -217,10 +235,15 @@ class PublicLoop:
     """An `AgentLoop` that runs a loop of public verl. kwargs: further arguments of its constructor."""
 
     def __init__(self, cls: type[AgentLoopBase], config: BaseModel, tokenizer: Any, kwargs: Mapping[str, Any] = {}):
-        self.cls, self.tokenizer, self.kwargs = cls, with_id_lists(tokenizer), dict(kwargs)
+        self.cls, self.tokenizer, self.prompt_length = cls, with_id_lists(tokenizer), config.prompt_length
         rollout = config.model_dump()
         data = {"apply_chat_template_kwargs": rollout["multi_turn"]["apply_chat_template_kwargs"]}
         self.config = DictConfigWrap(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": data}))
+        data_config = DictConfigWrap(self.config.config.data)
+        extra = {"tools": ToolListWrap.load(config.multi_turn), "dataset_cls": None, "data_config": data_config}
+        accepted = inspect.signature(cls).parameters
+        accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+        self.kwargs = {name: value for name, value in extra.items() if accepts_any or name in accepted} | dict(kwargs)
 
     async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
         server = ServerManager(prompt, generate, self.tokenizer)
@@ -233,27 +256,29 @@ class PublicLoop:
             output = await loop.run(list(prompt.columns["raw_prompt"]), params)
         else:
             output = await loop.run(params, **prompt.columns)
-        return self._trajectory(prompt, output, server.completions)
+        return self._trajectory(prompt, output, server.calls)
 
-    def _trajectory(self, prompt: Prompt, output: AgentLoopOutput, completions: Sequence[Completion]) -> Trajectory:
+    def _trajectory(
+        self, prompt: Prompt, output: AgentLoopOutput, calls: Sequence[tuple[list[int], Completion]]
+    ) -> Trajectory:
         """The output as a trajectory. Raises ValueError if it has tokens with mask 1 that were not sampled."""
         name = self.cls.__name__
-        if list(output.prompt_ids) != list(prompt.token_ids):
+        if len(output.prompt_ids) > max(self.prompt_length, len(prompt.token_ids)):
             raise ValueError(
-                f"the agent loop {name} uses a prompt that is not that of the dataset ({len(output.prompt_ids)} and "
-                f"{len(prompt.token_ids)} tokens): use the messages of raw_prompt, with the tools of "
-                "rollout.multi_turn.tool_config_path"
+                f"the agent loop {name}: the prompt has {len(output.prompt_ids)} tokens, expected at most "
+                f"data.max_prompt_length={self.prompt_length}"
             )
         if len(output.response_ids) != len(output.response_mask):
             raise ValueError(f"the agent loop {name}: response_ids and response_mask have different lengths")
-        ids = list(output.response_ids)
-        mask = list(output.response_mask)
-        trajectory, position = Trajectory(prompt), 0
-        for completion in completions:
-            start = next((k for k in range(position, len(mask)) if mask[k]), len(mask))
+        prompt_ids, ids, mask = list(output.prompt_ids), list(output.response_ids), list(output.response_mask)
+        trajectory, position = Trajectory(prompt, prompt_ids), 0
+        for sent, completion in calls:
+            start = len(sent) - len(prompt_ids)
+            if start < position or sent != prompt_ids + ids[:start]:  # generated after other tokens than those returned
+                start = next((k for k in range(position, len(mask)) if mask[k]), len(mask))
             sampled = completion.token_ids[: len(ids) - start]  # the last turn may be truncated
-            if ids[start : start + len(sampled)] != sampled or not all(mask[start : start + len(sampled)]):
-                break
+            if ids[start : start + len(sampled)] != sampled or (completion.token_ids and not sampled):
+                continue  # not part of the response
             trajectory.add_tokens(ids[position:start])
             versions = [span for span in completion.weight_versions if span[0] < len(sampled)]
             truncated = dataclasses.replace(
@@ -261,15 +286,17 @@ class PublicLoop:
             )
             trajectory.add_completion(truncated)
             position = start + len(sampled)
-        if any(mask[position:]):
+        trajectory.add_tokens(ids[position:])
+        wrong = [k for k, (trained, sampled) in enumerate(zip(mask, trajectory.response_mask)) if trained > sampled]
+        if wrong:
             raise ValueError(
-                f"the agent loop {name}: token {position + mask[position:].index(1)} of the response has mask 1, but "
+                f"the agent loop {name}: token {wrong[0]} of the response has mask 1, but "
                 "the engine did not sample it there: append the token ids of server_manager.generate, unchanged"
             )
-        trajectory.add_tokens(ids[position:])
+        trajectory.mask = mask
+        trajectory.info |= {"num_turns": output.num_turns, **output.extra_fields}
         if output.reward_score is not None:
             trajectory.info["reward_score"] = output.reward_score
-        trajectory.info |= {"num_turns": output.num_turns, **output.extra_fields}
         return trajectory
 
 
@@ -277,7 +304,7 @@ def register(agent_name: str) -> Callable[[type[AgentLoopBase]], type[AgentLoopB
     """Decorator of public verl: register a subclass of `AgentLoopBase` as an agent loop."""
 
     def decorate(cls: type[AgentLoopBase]) -> type[AgentLoopBase]:
-        AGENT_LOOPS[agent_name] = lambda config, tokenizer: PublicLoop(cls, config, tokenizer)
+        AGENT_LOOPS[agent_name] = functools.partial(PublicLoop, cls)
         return cls
 
     return decorate
@@ -295,6 +322,14 @@ def make_agent_loop(name: str, config: BaseModel, tokenizer: Any) -> AgentLoop:
     if issubclass(cls, AgentLoopBase):
         return PublicLoop(cls, config, tokenizer, kwargs)
     return cls(config, tokenizer, **kwargs)
+
+
+def may_score(agent: BaseModel) -> bool:
+    """Whether the default agent loop of a section `rollout.agent` is one of public verl, which may return rewards."""
+    loops, name = read_loops(agent.agent_loop_config_path), agent.default_agent_loop
+    if name in loops:
+        return issubclass(loops[name][0], AgentLoopBase)
+    return isinstance(AGENT_LOOPS.get(name), functools.partial)
 
 
 def read_loops(path: str | None) -> dict[str, tuple[type, dict[str, Any]]]:

@@ -102,6 +102,8 @@ class Reader:
     def _known(self, named: Named) -> Named:
         """Drop unknown keys (one problem each) and keys without effect (listed in a note)."""
         known = []
+        switches = {key.rpartition(".enable") for key, setting in named if setting.added and setting.value is False}
+        off = {f"{section}." for section, end, rest in switches if end and section not in sections_of(self.schema)}
         for key, setting in named:
             removed_section = setting.value == REMOVED and key in sections_of(self.schema)
             has_field = self._field_of(key) or key in self.schema.aliases.computed
@@ -111,6 +113,8 @@ class Reader:
                 known.append((key, setting))
             elif setting.added and not self._misspelled(key) and (free_key := self._free_setting(key)):
                 known.append((free_key, setting))
+            elif setting.added and key.startswith(tuple(off)):
+                self._ignored[key] = setting
             elif setting.added and setting.value in (None, False, [], {}) and not self._nearest(key, setting):
                 self._ignored[key] = setting  # a fork's own feature, which is off
             else:

@@ -26,27 +26,11 @@ same numbers, with and without the overlap.
     run        PipelineRun: one batch on its way, and the batch after each operator
 """
 
-from verl.dataflow.flow import DataFlow, Pipeline
-from verl.dataflow.operator import (
-    CONTROLLER,
-    HOLD,
-    Operator,
-    Stateful,
-    as_operator,
-    edges,
-    running,
-    running_operator,
-)
+from verl.utils.lazy import lazy_names
 
-__all__ = [
-    "CONTROLLER",
-    "HOLD",
-    "DataFlow",
-    "Operator",
-    "Pipeline",
-    "Stateful",
-    "as_operator",
-    "edges",
-    "running",
-    "running_operator",
-]
+_HOME = {
+    "verl.dataflow.flow": "DataFlow Pipeline",
+    "verl.dataflow.operator": "CONTROLLER HOLD Operator Stateful as_operator edges running running_operator",
+}
+
+__all__, __getattr__, __dir__ = lazy_names(__name__, _HOME)

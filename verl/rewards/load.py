@@ -18,6 +18,7 @@ from verl.rewards.public_managers import (
     ColumnsRewardManager,
     SingleRewardManager,
     create_public_manager,
+    with_own_call,
     with_settings,
 )
 from verl.rewards.resolve import as_score_function, default_compute_score, resolve_reward_function
@@ -70,7 +71,7 @@ def load_reward_manager(
                 f"reward manager {manager!r} has no parameter {name!r}: {did_you_mean(name, accepted)}. A custom "
                 "manager takes **kwargs and passes them to RewardManager.__init__"
             )
-    return cls(tokenizer=tokenizer, compute_score=function, **passed, **kwargs)
+    return with_own_call(cls(tokenizer=tokenizer, compute_score=function, **passed, **kwargs))
 
 
 def _constructor_parameters(manager: type) -> tuple[set[str], bool]:
@@ -99,7 +100,7 @@ def as_reward_manager(
         ValueError: It is none of these.
     """
     if isinstance(reward, RewardManager):
-        return reward
+        return with_own_call(reward)
     if is_public_manager(type(reward)) and scores_single_samples(type(reward)):
         return SingleRewardManager(tokenizer, default_compute_score, manager=reward, **kwargs)
     function = as_score_function(reward, reward_kwargs)

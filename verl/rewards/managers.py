@@ -257,7 +257,7 @@ class NaiveRewardManager(RewardManager):
             add_group_scores(samples, self.score_group)
         scores, extras, failed = self.score_samples(
             len(samples),
-            lambda todo: self.outcomes([samples[i] for i in todo]),
+            lambda todo: self._outcomes_of_all([samples[i] for i in todo]),
             lambda i, function, bad: f"reward function {function.location} {bad}\n{samples[i].describe()}",
         )
         scores = self.shape(scores, extras, token_masks(data)[0].sum(1).tolist())
@@ -265,6 +265,13 @@ class NaiveRewardManager(RewardManager):
             self._print_examples(data, samples, scores)
         rewards = reward_tensor(data, scores)
         return reward_result(data, rewards, extras, failed) if return_dict else rewards
+
+    def _outcomes_of_all(self, samples: Sequence[Sample]) -> Generator[tuple[int, ScoreFunction, Outcome]]:
+        """The results of agent loops, and the outcomes of the other samples."""
+        yield from ((i, self.compute_score, Outcome(s.result)) for i, s in enumerate(samples) if s.result is not None)
+        if rest := [i for i, sample in enumerate(samples) if sample.result is None]:
+            with closing(self.outcomes([samples[i] for i in rest])) as outcomes:
+                yield from ((rest[k], function, outcome) for k, function, outcome in outcomes)
 
     def outcomes(self, samples: Sequence[Sample]) -> Generator[tuple[int, ScoreFunction, Outcome]]:
         """Score the samples; yields (index, the function that scored it, outcome) in any order."""

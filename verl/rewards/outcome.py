@@ -39,6 +39,7 @@ class Sample:
     total: int  # size of the batch
     uid: Any = None  # identifier of the prompt
     prompt: Any = None  # messages or text
+    result: Mapping[str, Any] | None = None  # of an agent loop that has scored it: the reward function is not called
 
     def describe(self) -> str:
         """Describe the sample for an error message: index, response, ground truth, expected score."""

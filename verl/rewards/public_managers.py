@@ -362,6 +362,16 @@ def with_settings(cls: type, kwargs: dict[str, Any], accepted: Collection[str]) 
     return type(cls.__name__, (cls,), {"settings": settings}), public_kwargs(rest, accepted)
 
 
+def with_own_call(manager: RewardManager) -> RewardManager:
+    """A manager whose class has the constructor of public verl, adapted if a subclass has its own `__call__`."""
+    owner = next(cls for cls in type(manager).__mro__ if "__call__" in vars(cls))
+    if not isinstance(manager, _PublicConstructor) or owner.__module__ in (__name__, managers.__name__):
+        return manager
+    common = {"num_examine": manager.num_examine, "reward_fn_key": manager.reward_fn_key}
+    function = _with_rule_if_any(manager.compute_score)
+    return ColumnsRewardManager(manager.tokenizer, manager, scores_with=function, **common, **manager.settings)
+
+
 def public_kwargs(kwargs: Mapping[str, Any], parameters: Collection[str]) -> dict[str, Any]:
     """`reward.reward_kwargs` for a constructor of public verl: mappings with attribute access, and its name of
     `overlong_buffer`."""

@@ -46,7 +46,12 @@ def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str) -> list[Sa
         extra_info = {**(extra_infos[i] or {}), **(trajectory_infos[i] or {})}
         extra_info |= {name: column[i] for name, column in added.items()}
         truth = reward_models[i]["ground_truth"]
-        samples.append(Sample(sources[i], text, truth, extra_info, i, len(texts), uids[i], prompts[i]))
+        info, result = trajectory_infos[i] or {}, None
+        if info.get("reward_score") is not None:
+            values = info.get("reward_extra_info") or {}
+            values = {k: v for k, v in values.items() if isinstance(v, int | float | str)}
+            result = {**values, "score": info["reward_score"]}
+        samples.append(Sample(sources[i], text, truth, extra_info, i, len(texts), uids[i], prompts[i], result))
     return samples
 
 

@@ -8,6 +8,12 @@ from verl.single_controller import WorkerSpec
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.startup.arguments import with_settings
 
+#: attribute of public verl's trainer -> its name here
+_RENAMED = {"global_steps": "global_step", "total_training_steps": "total_steps", "_save_checkpoint": "save"}
+_RENAMED |= {"_load_checkpoint": "load"}
+_OF_PUBLIC = {"async_rollout_manager", "train_dataloader", "val_dataloader", "checkpoint_manager", "_balance_batch"}
+_OF_PUBLIC |= {"use_critic", "use_reference_policy", "use_rm", "reward_fn", "val_reward_fn", "resource_pool_to_cls"}
+
 
 class RayPPOTrainer(PPOTrainer):
     """Policy optimization on a Ray cluster.
@@ -65,6 +71,18 @@ class RayPPOTrainer(PPOTrainer):
             train_sampler=train_sampler,
             **arguments,
         )
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of public verl's trainer under their names here. AttributeError that says what to use instead."""
+        if name in _RENAMED:
+            return getattr(self, _RENAMED[name])
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name.endswith("_wg") or name in _OF_PUBLIC:
+            text += (
+                ": it is part of public verl's `fit`: edit the flow (build_flow, docs/custom_trainer.md); a custom "
+                "`fit` calls start(), step() for each step, and shutdown(); worker groups are self.roles"
+            )
+        raise AttributeError(text, name=name, obj=self)
 
     def worker_specs(self) -> dict[str, WorkerSpec]:
         specs = super().worker_specs()

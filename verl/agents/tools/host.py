@@ -100,13 +100,14 @@ def truncate_text(text: str, limit: int, side: str) -> str:
     """At most `limit` characters of a text, and a note if it was longer.
 
     Args:
-        side: the part that is kept, as in public verl: "left": the start, "right": the end, "middle": half of each.
+        side: what is removed, as in public verl 0.9.1: "left" keeps the end, "right" the start, "middle" half of each.
+            Older releases keep the named side.
     """
     if len(text) <= limit:
         return text
-    if side == "left":
-        return text[:limit] + "...(truncated)"
     if side == "right":
+        return text[:limit] + "...(truncated)"
+    if side == "left":
         return "(truncated)..." + text[len(text) - limit :]
     half = limit // 2
     return text[:half] + "...(truncated)..." + text[len(text) - half :]
@@ -199,11 +200,7 @@ class ToolHost:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._threads, lambda: _call(tool.func, parameters))
         instance = await self._instance(trajectory, tool, kwargs)
-        result = await tool.execute(instance, parameters, **(kwargs.get("execute_kwargs") or {}))
-        match result:  # the return type of `execute`, with text as in older releases of public verl
-            case tuple((str(text), reward, Mapping() as metrics)):
-                return ToolResponse(text=text), reward, metrics
-        return result
+        return with_response(await tool.execute(instance, parameters, **(kwargs.get("execute_kwargs") or {})))
 
     async def _instance(self, trajectory: str, tool: BaseTool, kwargs: Mapping[str, Any]) -> str:
         key = trajectory, tool.name
@@ -233,6 +230,14 @@ def _call(func: Any, parameters: Mapping[str, Any]) -> Any:
         raise Stopped(describe(error)) from error
     except StopIteration as error:  # a future cannot hold it
         raise RuntimeError(describe(error)) from error
+
+
+def with_response(result: Any) -> Any:
+    """The result of `BaseTool.execute`, whose text is a ToolResponse; in older releases of public verl it is a str."""
+    match result:
+        case tuple((str(text), reward, Mapping() as metrics)):
+            return ToolResponse(text=text), reward, metrics
+    return result
 
 
 def read_result(result: Any) -> Observation:

@@ -44,6 +44,7 @@ class FunctionCall:
     name: str
     arguments: str  # JSON text
     error: str | None = None  # why the text is not a call; the policy reads it
+    tool_call_id: str | None = None  # for parsers of models whose calls have one
 
     def read_arguments(self) -> dict[str, Any]:
         """The arguments as they were written. Raises ValueError if the text is not a JSON object."""
@@ -73,11 +74,19 @@ class ToolParser:
         """The decorator `register_tool_parser`, under the name of public verl."""
         return register_tool_parser(name)
 
-    async def extract_tool_calls(self, responses_ids: Sequence[int]) -> tuple[str, list[FunctionCall]]:
+    @classmethod
+    def get_tool_parser(cls, name: str, tokenizer: Any) -> "ToolParser":
+        """The parser of a name, under the name of public verl."""
+        return TOOL_PARSERS[name](tokenizer)
+
+    async def extract_tool_calls(
+        self, responses_ids: Sequence[int], tools: Any = None
+    ) -> tuple[str, list[FunctionCall]]:
         """Text without the calls, and the calls. A call that cannot be read has an `error`.
 
         Args:
             responses_ids: the tokens of the turn, its end token included.
+            tools: the schemas, for parsers that read them.
         """
         ids = list(responses_ids)
         while ids and ids[-1] == self.tokenizer.eos_token_id:

@@ -172,6 +172,17 @@ def _train_batch_size(value: Any, lookup: Lookup) -> dict[str, Any]:
     return {"data.train_batch_size": _prompts_of_update(lookup) if is_computed else value}
 
 
+def _mini_batch_size(key: str) -> Computed:
+    """Releases before 0.4 make one smaller mini-batch of a batch that is smaller than a mini-batch."""
+
+    def at_most_a_batch(value: Any, lookup: Lookup) -> dict[str, Any]:
+        batch = lookup("data.train_batch_size")
+        is_larger = isinstance(value, int) and isinstance(batch, int) and 0 < batch < value
+        return {key: batch if is_larger else value}
+
+    return at_most_a_batch
+
+
 def _gen_batch_size(value: Any, lookup: Lookup) -> dict[str, Any]:
     """1 in the same scripts: prompts are generated one by one, as with `trainer.async`."""
     return {} if value == 1 and _is_fully_async(lookup) else {"data.gen_batch_size": value}
@@ -304,6 +315,7 @@ _COMPUTED = {
         "reward.reward_model.micro_batch_size",
     )
 }
+_COMPUTED |= {key: _mini_batch_size(key) for key in (_ARR + "actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size")}
 _COMPUTED |= {key: _strategy(key) for key in (_ARR + "actor.strategy", _ARR + "ref.strategy", "critic.strategy")}
 _COMPUTED |= {
     f"{role}.megatron.override_transformer_config.recompute_modules": _recomputed(role + ".megatron.")

@@ -174,7 +174,7 @@ class MultiTurnConfig(Section):
     max_parallel_calls: int = field(1, "maximum number of tool calls per turn; further calls get an error", ge=1)
     max_tool_response_length: int = field(256, "longer responses of a tool are truncated, in characters", ge=1)
     tool_response_truncate_side: Literal["left", "middle", "right"] = field(
-        "middle", "what is kept of a truncated response: left: its start, right: its end, middle: both"
+        "middle", "what is removed of a long response: left keeps its end, right its start, middle both ends"
     )
     tool_timeout: float | None = field(60.0, "time limit of a call of a tool or interaction, in seconds", gt=0)
     tool_isolation: Literal["process", "none"] = field(

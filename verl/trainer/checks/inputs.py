@@ -18,7 +18,7 @@ from verl.data.collate import check_dataset
 from verl.data.rlhf_dataset import RLHFDataset, check_ground_truth
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
-from verl.registry import did_you_mean
+from verl.registry import did_you_mean, load_object
 from verl.rewards import RewardError, RewardManager
 from verl.rewards.sandbox.pool import WorkerError
 from verl.rewards.trial import describe_fault, trial_responses
@@ -149,6 +149,9 @@ def check_reward_function(run: Run) -> None:
         try:
             manager.compute_score.for_data_source(source)
         except ValueError as error:
+            if load_object("verl.agents.public", "may_score")(run.config.actor_rollout_ref.rollout.agent):
+                logger.warning("REWARD: the agent loop must return reward_score: %s", error)
+                return
             raise ValueError(f"{_location(dataset, items[0])}: {error}\n{rows}") from None
     for source, (dataset, items) in first.items():
         run.reward_values |= _try_source(run, dataset, source, items)
