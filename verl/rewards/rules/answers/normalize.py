@@ -21,8 +21,6 @@ _BEFORE, _AFTER, PHRASES = (
     for rows in tomllib.loads((Path(__file__).parent / "spellings.toml").read_text(encoding="utf-8")).values()
 )
 _CJK = str.maketrans("、。∶", ",.:", "\u200b\u200c\u200d\u2060\ufeff")
-_NUMERAL = "[零〇一二两三四五六七八九十百千]+"
-_CHINESE = re.compile(rf"(负?)(百分之)?((?:{_NUMERAL}|\d+)(?:分之{_NUMERAL})?)")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _SUPERSCRIPT = re.compile("([⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+)")
 _VULGAR = re.compile("([0-9]?)[ ]?([¼-¾⅐-⅞])")
@@ -43,10 +41,6 @@ def normalize(text: str) -> str:
     text = _SUPERSCRIPT.sub(lambda match: "^{" + unicodedata.normalize("NFKC", match[1]) + "}", text)
     text = unicodedata.normalize("NFKC", text).replace("−", "-").replace("–", "-").replace("⁄", "/").replace("’", "'")
     text = text.strip().replace("...", "…")
-    if chinese := _CHINESE.fullmatch(text):
-        bottom, _, top = chinese[3].rpartition("分之")
-        sign, percent = "-" if chinese[1] else "", "\\%" if chinese[2] else ""
-        text = sign + (f"\\frac{{{_number(top)}}}{{{_number(bottom)}}}" if bottom else _number(top)) + percent
     if len(_DOLLAR.findall(text)) % 2 == 0:  # delimiters of formulas; an odd number has a currency sign
         text = _DOLLAR.sub(" ", text)
     for pattern, replacement in _BEFORE:
@@ -56,19 +50,6 @@ def normalize(text: str) -> str:
     for pattern, replacement in _AFTER:
         text = pattern.sub(replacement, text)
     return " ".join(text.split()).rstrip(" .,;:").strip()
-
-
-def _number(text: str) -> str:
-    """A Chinese numeral in digits: 四十二, 一百零五, 二〇二四."""
-    total, digits, unit = 0, "", 10
-    for character in text:
-        if character in "十百千":
-            unit = 10 ** ("十百千".index(character) + 1)
-            total, digits = total + int(digits or 1) * unit, ""
-        else:
-            digits += str(int(unicodedata.numeric(character.replace("两", "二"))))
-            unit = 10 if character in "零〇" else unit
-    return str(total + int(digits or 0) * unit // 10)  # 一百五 is 150
 
 
 def _vulgar_fraction(match: re.Match) -> str:

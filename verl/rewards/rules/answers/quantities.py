@@ -99,18 +99,16 @@ def _power(match: re.Match) -> str:
 
 def read_unit(name: str) -> Unit | None:
     """The dimensions and the factor of a unit such as `kg m/s^2` as `unit_name` spells it; None if it is not known."""
-    dimensions: Counter[str] = Counter()
-    factor, sign = Fraction(1), 1
+    dimensions, factor, sign = Counter(), Fraction(1), 1
     for token, exponent in re.findall(r"([^\s/^]+|/)(?:\^(-?\d))?", name):
-        if token == "/":
-            sign = -1
-        elif token not in UNITS:
+        if token != "/" and token not in UNITS:
             return None
-        else:
-            power = sign * int(exponent or 1)
-            dimensions.update({d: n * power for d, n in UNITS[token][0].items()})
-            factor *= UNITS[token][1] ** power
-    return {d: n for d, n in dimensions.items() if n}, factor
+        sign = -1 if token == "/" else sign
+        exponents, scale = UNITS.get(token, ({}, Fraction(1)))
+        power = sign * int(exponent or 1)
+        dimensions.update({dimension: n * power for dimension, n in exponents.items()})
+        factor *= scale**power
+    return {dimension: n for dimension, n in dimensions.items() if n}, factor
 
 
 _PART = re.compile(r'([\d.]+(?:\s*\\frac\{\d+\}\{\d+\}|\s+\d+/\d+)?)\s*("?[A-Za-z]+\.?"?)\s*(?:,|"and"|and)?\s*')
@@ -131,15 +129,10 @@ def parse_compound(text: str) -> Unit | None:
     return units[0][0], sum(n * unit[1] for n, unit in zip(numbers, units))
 
 
-_NUMBERS = {word: i for key in ("en", "de", "fr", "es") for i, word in enumerate(_TABLES["words"][key].split())}
-_TENS = {word: 10 * i for i, word in enumerate(_TABLES["words"]["tens"].split()) if i > 1}
+_NUMBERS = {word: i for words in _TABLES["words"].values() for i, word in enumerate(words.split())}
 
 
 def parse_words(text: str) -> Fraction | None:
-    """The value of a whole number below 100 in words: `twelve`, `forty-two`, `zwölf`; None for anything else."""
-    first, *rest = re.sub(r'["\s-]+', " ", text).casefold().split() or [""]
-    if not rest:
-        value = _NUMBERS.get(first, _TENS.get(first))
-        return None if value is None else Fraction(value)
-    is_compound = first in _TENS and len(rest) == 1 and 0 < _NUMBERS.get(rest[0], 0) < 10
-    return Fraction(_TENS[first] + _NUMBERS[rest[0]]) if is_compound else None
+    """The value of a whole number below 100 in words: `twelve`, `forty-two`, `zwölf`, 四十二; None for other texts."""
+    value = _NUMBERS.get(re.sub(r"[\s-]+", "-", text.replace('"', "").strip()).casefold())
+    return None if value is None else Fraction(value)
