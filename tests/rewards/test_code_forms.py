@@ -214,7 +214,7 @@ BAD_ROWS = {
     "empty outputs": ({"inputs": ["1"], "outputs": [" \n"]}, "all empty"),
     "no name": (FUNCTIONAL, "name of the function"),
     "arguments without a name": ({"inputs": [[1]], "outputs": [2]}, "name of the function"),
-    "inputs of no JSON": ({"entry_point": "f", "input": ["x = 1"], "output": ["2"]}, "one JSON value per line"),
+    "inputs of no JSON": ({"entry_point": "f", "input": ["x = 1"], "output": ["2"]}, "Expecting value"),
     "null results": ({"fn_name": "f", "inputs": [[1], [2]], "outputs": [None, [None]]}, "all null"),
     "another language": ({"language": "cpp", "test_cases": [{"input": "1", "output": "2"}]}, "language 'cpp'"),
     "named files": ({"public_tests": {"input": ["1"], "output": ["2"]}, "input_file": "a.in"}, "file a.in"),

@@ -7,7 +7,7 @@ How a number is read:
 - a currency sign may precede the number, with a minus before or after the sign: `-$5`, `$-5`, `\$5`
 - a minus directly after a digit, a letter or a closing bracket is subtraction or a hyphen: `10-5` ends in 5
 - `5.` is 5, `.5` is 0.5, `3/4` is three quarters, `1 1/2` is one and a half
-- a number that goes on is no answer: `72 or 73`, `72-75`, `72 + 1`, `7:30`, `at least 72`; `100 - 28 = 72` is 72
+- a number that goes on is no answer: `72 or 73`, `72-75`, `72 + 1`, `7:30`, `at least 72`
 - units and words are ignored: `50%` is 50, `5 million` is 5
 - a number of more than 120 characters is ignored, which bounds the time to score a response
 
@@ -58,10 +58,8 @@ _GOES_ON = re.compile(
     r"|\(?or\b(?! so)|(?:to|through)\s\$?[0-9]|and\s+(?:[0-9]|not))|e[0-9]|\ [0-9])"
 )
 _BOUND = re.compile(
-    r"(?i:\bnot|n't|\bat (?:least|most)|\b(?:more|less|fewer|greater) than|\bone of|\bbetween(?: [^.]{1,20} and)?)"
-    r"\s[*$\\({]*$"
+    r"(?i:\bnot|n't|\bat (?:least|most)|(?:more|less|fewer) than|one of|between(?: .{1,20} and)?)\s[*$\\({]*$"
 )
-_CALCULATION = re.compile(r"[-+*/×÷()$0-9., ]+=")
 _TAIL = 1500  # characters at the end of a text that are searched
 _BOXED = re.compile(r"\\boxed\{|<answer>")
 _SAID = re.compile(r"\banswer\b[*_\\ ]*(?:is|would be|comes to|[:=])[*_:\s]*", re.IGNORECASE)
@@ -102,8 +100,7 @@ def _after_marks(text: str) -> re.Match | None:
         sign = _SPACED_SIGN.match(rest)
         rest = rest if sign is None else (sign[1] if sign[1] != "+" else "") + rest[sign.end() :]
         if match := _NUMBER.match(rest):
-            line = rest.partition("\n")[0]
-            return (_CALCULATION.match(line) and _after_last(_RESULT, line, 0, len(line))) or match
+            return match
     return None
 
 

@@ -220,11 +220,10 @@ def _read_pairs(tests: Mapping[str, Any], context: Mapping[str, Any]) -> dict[st
     if str(context.get("language") or "python").lower() not in _PYTHON:
         raise ValueError(f"expected tests of Python programs, found language {context['language']!r}")
     name = next((context[key] for key in ("fn_name", "func_name", "function_name") if context.get(key)), None)
-    are_values = any(not isinstance(value, str) for case in inputs for value in _items(case))
+    are_values = any(not isinstance(v, str) for case in inputs if isinstance(case, list | dict) for v in _as_list(case))
     if name is None and (_KINDS[kind] or (kind is None and (are_values or context.get("entry_point")))):
         names = re.findall(r"def (\w+)", context.get("starter_code") or "") or [context.get("entry_point")]
-        name = (names[-1] or "").rpartition(".")[2]
-        if not name:
+        if not (name := (names[-1] or "").rpartition(".")[2]):
             raise ValueError("expected the name of the function as fn_name, or as func_name in metadata, found none")
     if name and _KINDS[kind] is not False:
         if all(each in (None, [None]) for each in map(_decode, outputs)):
@@ -239,10 +238,6 @@ def _read_pairs(tests: Mapping[str, Any], context: Mapping[str, Any]) -> dict[st
     return {"fn_name": None, "inputs": inputs, "outputs": outputs, "checker": checker}
 
 
-def _items(case: Any) -> list[Any]:
-    return case if isinstance(case, list) else list(case.values()) if isinstance(case, Mapping) else []
-
-
 def _as_list(value: Any, may_be_json: bool = False) -> list[Any]:
     """The items of a list; [value] for anything else."""
     items = _decode(value) if may_be_json or not isinstance(value, str) else value
@@ -252,10 +247,7 @@ def _as_list(value: Any, may_be_json: bool = False) -> list[Any]:
 def _arguments(case: Any) -> list[Any]:
     """[arguments, keywords] of one call, given as a list, keywords, or text with one JSON value per line."""
     if isinstance(case, str):
-        try:
-            return [[json.loads(line) for line in case.splitlines() if line.strip()], {}]
-        except ValueError as error:
-            raise ValueError(f"expected one JSON value per line as arguments of a call, found {case!r:.80}") from error
+        return [[json.loads(line) for line in case.splitlines() if line.strip()], {}]
     if isinstance(case, Mapping):
         return [[], dict(case)]
     if not isinstance(_decode(case), list | tuple):

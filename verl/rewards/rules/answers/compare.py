@@ -359,9 +359,6 @@ _NAME = re.compile(
 )
 
 
-_FUNCTION = re.compile(r"([fgh])\s*\(\s*([a-z])\s*\)")
-
-
 def _as_equation(answer: str, reference: str) -> bool | None:
     """`x = 5` equals `5`, `6/8 = 3/4` equals `3/4`, `1/2 \\approx 0.5` equals `1/2`; two equations are expressions."""
     shortened = [_APPROXIMATION.sub("", text) for text in (answer, reference)]
@@ -374,10 +371,7 @@ def _as_equation(answer: str, reference: str) -> bool | None:
     if len(sides[0]) == len(sides[1]) == 1 or max(len(split_elements(text)) for text in (answer, reference)) > 1:
         return None
     if len(sides[0]) > 1 and len(sides[1]) > 1:
-        calls = [_FUNCTION.fullmatch(side[0]) for side in sides]
-        is_y = len({call[2] for call in calls if call}) == 1  # y = ... and f(x) = ...
-        names = ["y" if call and is_y else _squeeze(side[0]) for call, side in zip(calls, sides)]
-        same_left = names[0] == names[1] and _NAME.fullmatch(names[0])
+        same_left = _squeeze(sides[0][0]) == _squeeze(sides[1][0]) and _NAME.fullmatch(sides[0][0])
         return _equal(sides[0][-1], sides[1][-1]) if same_left else None
     parts, other = (sides[0], reference) if len(sides[0]) > 1 else (sides[1], answer)
     name = parts[0].replace('"', "").strip()

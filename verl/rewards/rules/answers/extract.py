@@ -116,7 +116,7 @@ _STATED = re.compile(
 )
 # Every match of the two has one of these in it. Begins with a few characters, as `_THOUGHT` does.
 _MENTION = re.compile(
-    r"a(?i:n(?:swer|twort))|A(?i:n(?:swer|twort))|[Rr](?i:éponse|espuesta|isposta|esposta)|答案|##{0,5}\s*(?:(?i:final)\s+)?(?i:answer)|####"
+    r"[AaRr](?i:n(?:swer|twort)|éponse|[ei]sp[ou]\w)|答案|##{0,5}\s*(?:(?i:final)\s+)?(?i:answer)|####"
 )
 _SENTENCES = re.compile(r".*[.!?;\n]\s", re.DOTALL)
 # Before a statement: it says what the answer is not, or supposes one.
@@ -135,8 +135,7 @@ _AFTER_NUMBER = re.compile(
     r"(?<=[\d%}$])(?:\s+[A-Za-z/%]+){0,3}?,?\s+(?:for|out of|of the|at|in(?! base)|on|with|after|from|each)\s.*"
 )
 _NEGATED = re.compile(
-    r"not\s+.+?[,\s]+but\s+(?:rather\s+)?(?P<right>.+)|(?:not|n't|nicht|pas|kein\w*)\b.*|i don'?t know.*|unknown.*",
-    re.I,
+    r"not\s+.+?[,\s]+but\s+(?:rather\s+)?(?P<right>.+)|(?:not|n't|nicht|pas)\b.*|i don'?t know.*|unknown.*", re.I
 )
 _ENDING = re.compile(
     r"(?:\b(?:is|are|equals)|(?<![<>!:])=|[→⇒]|\\(?:Right|right)arrow)\s*(?P<value>[^=:→⇒]+?)\s*[.!]?\s*$"
@@ -250,9 +249,7 @@ _REVOKED = re.compile(
     r"[.,\s]*(?:(?:no|wait|actually|hmm|sorry|or)\b|(?:hence|therefore|thus|so)\b.*\d)", re.IGNORECASE
 )
 _LIMITED = re.compile(
-    r"\((?:wrong|incorrect|no|(?:but|or|maybe|possibly|perhaps) [^()]*)\)"
-    r"|\bat (?:most|least)\b|\bif\b|\bfor (?:even|odd)\b",
-    re.IGNORECASE,
+    r"\((?:no|wrong|incorrect|(?:but|or|maybe) [^()]*)\)|\bat (?:most|least)\b|\bif\b|\bfor (?:even|odd)\b", re.I
 )
 
 

@@ -12,11 +12,10 @@ import unicodedata
 from pathlib import Path
 
 _REPLACEMENTS = {
-    "remove &": lambda match: match[2].replace("&", ""),
     "join digits": lambda match: re.sub("[., ]", "", match[0]),
     "join decimal": lambda match: re.sub("[. ]", "", match[1]) + "." + match[2],
 }
-_BEFORE, _AFTER, PHRASES = (
+_BEFORE, _AFTER, PHRASES, UNIT_SPELLINGS = (
     [(re.compile(pattern), _REPLACEMENTS.get(replacement, replacement)) for pattern, replacement in rows]
     for rows in tomllib.loads((Path(__file__).parent / "spellings.toml").read_text(encoding="utf-8")).values()
 )

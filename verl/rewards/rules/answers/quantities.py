@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 
 from verl.rewards.rules.answers.constants import parse_constant
+from verl.rewards.rules.answers.normalize import UNIT_SPELLINGS
 
 WORD = re.compile(r'"(?!(?:and|or)")([^"]*)"')
 _TABLES = tomllib.loads((Path(__file__).parent / "units.toml").read_text(encoding="utf-8"))
@@ -75,14 +76,9 @@ _PRODUCT = re.compile("[nuz].|c[^m]|k[sl]|m[^mglins]|[MG][A-Z]")  # rather a pro
 
 def unit_name(text: str) -> str:
     """One spelling of a unit: `"square centimeters"`, `"cm"^2` and `cm^{2}` become `cm^2`."""
-    text = re.sub(r"\\cdot|[·⋅]", " ", text.replace('"', " ")).replace("\\degree", " degree ")
-    text = re.sub(r"[{}.,()]", "", text.replace("\\%", "%").replace("\\", ""))
-    text = re.sub(r"(?i)\b(?:per|pour)\s*cent\b|\bprozent\b|\bpor\s*ciento\b", "%", text)
-    text = re.sub(r"(?i)\bper\b", "/", re.sub(r"(?i)(?<=degree)s?(\s+[cf])(?:elsius|ahrenheit)", r"\1", text))
-    text = re.sub(r"(?i)\bmph\b", "mi/h", re.sub(r"(?i)\b(?:kph|kmh)\b", "km/h", text))
-    if " " in text.strip():
-        text = re.sub(r"(?i)\b(?:of|the|a|an|in total|total|each|old|exactly|long|away)\b", " ", text)
-    text = re.sub(r"(?i)(\S+)\s+(square|cube)d\b|(?:\b(square|sq|cubic|cu)\s+|(平方|立方))(\S+)", _power, text)
+    text = text.replace('"', " ")
+    for pattern, replacement in UNIT_SPELLINGS:
+        text = pattern.sub(replacement, text)
     names = []
     for word in re.findall(r"[^\s/^]+|[/^]", text):
         lower = word.casefold()  # but N m is no nm, and M no m
@@ -90,11 +86,6 @@ def unit_name(text: str) -> str:
         single = next((name for name in names_of if name in UNITS), names_of[-1])
         names.append(next(n for n in UNITS if UNITS[n] == UNITS[single]) if single in UNITS else single)
     return re.sub(r" ?([/^]) ?", r"\1", " ".join(names))
-
-
-def _power(match: re.Match) -> str:
-    kind = (match[2] or match[3] or match[4]).casefold()
-    return f"{match[1] or match[5]}^{2 if kind[0] in 's平' else 3}"
 
 
 def read_unit(name: str) -> Unit | None:
@@ -115,10 +106,7 @@ _PART = re.compile(r'([\d.]+(?:\s*\\frac\{\d+\}\{\d+\}|\s+\d+/\d+)?)\s*("?[A-Za-
 
 
 def parse_compound(text: str) -> Unit | None:
-    """`3 hours 30 minutes` or `\\$4.50` as (dimensions, value); None for anything else."""
-    if _CURRENCY.match(text):
-        number, unit = split_unit(text)
-        text = f'{number} "{unit}"'
+    """`3 hours 30 minutes` as (dimensions, value); None for anything else."""
     parts = list(_PART.finditer(text))
     if not parts or "".join(p[0] for p in parts) != text:
         return None
