@@ -115,7 +115,7 @@ class PreferenceRows(SelectedRows):
                 )
             names = (self._response, *names)
         used = {"prompt": self.prompt_key or f"{names[0]} (the common beginning)", **{name: name for name in names}}
-        note_columns(rows.names, rows.columns, used)
+        note_columns(rows.names, rows.columns, used, config)
         super().__init__(rows, [row for row in range(len(rows)) for _ in range(self.size)])
         self._hidden = {*names, self.prompt_key, *CHATS, config.label_key, config.margin_key}
         self.columns = (_PROMPT, _RESPONSE, *(name for name in rows.columns if name not in self._hidden))

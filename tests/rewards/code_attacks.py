@@ -48,6 +48,18 @@ MESSAGES = {
     "no JSON": "passed\n" * 9,
     "no text": "\x00\xff\n" * 9,
     "an empty line": "\n" * 9,
+    "a later call of a function": NAMES + '["", "callback", 1e308, ["tuple", []], ["dict", []]]\n' * 9,
+    "other operands": NAMES + '["", "value", 2, ["list", []], ["tuple", [42]]]\n' * 9,
+    "nothing printed": '[null, "value", ["list", ["double"]]]\n' * 9,
+    "a status that is a list": '["", ["value"], 2]\n' * 9,
+    "an object of nobody": NAMES + '["", "value", ["object", 0.5]]\n' * 9,
+    "an exception without a name": NAMES + '["", "value", ["exception", []]]\n' * 9,
+    "a failed assert": NAMES + '["", "raised", ["AssertionError"], ""]\n' * 9,
+    "a warning": NAMES + '["", "raised", ["Warning"], "x"]\n' * 9,
+    "names as a dictionary": '["", "value", ["dict", [["double", 1]]]]\n' * 9,
+    "names as a text": '["", "value", "double"]\n' * 9,
+    "a huge fraction": NAMES + '["", "value", ["Fraction", "1e99999999"]]\n' * 9,
+    "a path of a descriptor": NAMES + '["", "value", ["Path", "/proc/self/fd/0"]]\n' * 9,
 }
 
 #: Writes modules that pass every test when they are imported, or when a file is read as one.
@@ -264,5 +276,16 @@ for number in os.listdir('/proc/self/fd'):
     "signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)" + WRONG,
     "stops the group": "import os, signal\nos.kill(0, signal.SIGSTOP)" + WRONG,
     "modules beside those of the tests": PLANT + WRONG,
+    "plugins of pytest": "pytest_plugins = ['this']; collect_ignore_glob = ['*']; pytestmark = [1]" + WRONG,
+    "names of test frameworks": "setUp = setup_module = load_tests = assertEqual = lambda *a: []" + WRONG,
+    "dunder names": "__test__ = False; __unittest_skip__ = True; __loader__ = __spec__ = None" + WRONG,
+    "a callable object": "class D:\n    __call__ = lambda *a: NotImplemented\ndouble = D()",
+    "a number that does not end": "import itertools\ndef double(x): return itertools.count()",
+    "limits of who is above": "import os, resource\nfor limit in range(16):\n    try:\n"
+    "        resource.prlimit(os.getppid(), limit, (0, 0))\n    except (OSError, ValueError): pass" + WRONG,
+    "pipes with names of files": "import os\nfor n in ('tests.py', 'conftest.py', 'out'): os.mkfifo(n)" + WRONG,
+    "a closed folder": "import os\nos.chmod('.', 0)" + WRONG,
+    "its runner's frame": "import sys\nVALUES = str(sys._getframe(1).f_locals)\n"
+    "def double(x): return 2 * x if 'expected' in VALUES else 0",
     "another exec": "import builtins\nbuiltins.exec = lambda *a: None\nbuiltins.compile = lambda *a: ''" + WRONG,
 }

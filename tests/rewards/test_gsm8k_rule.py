@@ -13,7 +13,7 @@ from verl.rewards.rules import gsm8k
 BEYOND = [
     ("Natalia sold 72 clips. I hope this helps with your 2 questions.", 72, 2),
     ("It would take 15 hours to clean 45 rooms.", 15, 45),
-    ("The answer is not 5 but 6.", 6, 5),
+    ("The answer is not 5 but 6.", 6, None),
     ("Since x = 5 and y = 3, the sum is 8.", 8, 3),
     ("Seventy-two clips were sold.", 72, None),
     ("9" * 5000, 0, None),

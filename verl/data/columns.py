@@ -7,7 +7,7 @@ from typing import Any
 from verl.columns import COLUMNS
 from verl.config import schema
 from verl.data.files import Rows
-from verl.data.forms import COMPANIONS, PROMPTS, TRUTHS, find_column, note_columns
+from verl.data.forms import PROMPTS, TRUTHS, find_column, note_columns
 from verl.data.tokenization import check_encodable
 
 logger = logging.getLogger("verl.data")
@@ -33,11 +33,11 @@ def find_columns(rows: Rows, config: schema.DataConfig) -> schema.DataConfig:
     columns = {"prompt_key": find_column(rows.columns, PROMPTS, config.prompt_key)}
     if "reward_model" not in rows.columns:
         columns["ground_truth_key"] = find_column(rows.columns, TRUTHS, config.ground_truth_key)
-    if any(config[key] != column for key, column in columns.items()) or COMPANIONS & {*rows.columns}:
-        named = {"prompt_key": "prompt", "ground_truth_key": "ground truth"}
-        used = {named[key]: name for key, name in columns.items() if name in rows.columns}
-        note_columns(rows.names, rows.columns, used)
-        config = config.model_copy(update=columns)
+    named = {"prompt_key": "prompt", "ground_truth_key": "ground truth"}
+    used = {named[key]: name for key, name in columns.items() if name in rows.columns}
+    is_usual = all(config[key] == column for key, column in columns.items())
+    note_columns(rows.names, rows.columns, used, config, is_usual)
+    config = config if is_usual else config.model_copy(update=columns)
     for name, purpose in _PURPOSES.items():
         key = config[name]
         if name == "prompt_key" or key != _DEFAULTS[name]:

@@ -5,27 +5,22 @@ These are the only names: training, SFT, generation and evaluation find their co
 
 import json
 import logging
+import re
+import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from verl.utils.choices import CHOICES, read_choices
+from verl.utils.choices import CHOICES, read_choices, read_text
 
 logger = logging.getLogger("verl.data")
 
-CHATS = ("messages", "conversations", "conversation")
+_TABLES = tomllib.loads((Path(__file__).parent / "forms.toml").read_text(encoding="utf-8"))
+CHATS, TRUTHS, RESPONSES, SYSTEMS, _INPUTS, _TOOLS, _UNREAD, _PLACED = map(tuple, _TABLES["columns"].values())
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", *CHATS)
-TRUTHS = (
-    *("answer", "ground_truth", "final_answer", "expected_answer", "answers", "golden_answers", "answerKey"),
-    *("test", "tests", "test_cases", "input_output", "solution"),
-)
-RESPONSES = ("response", "completion", "output", "solution", "answer", "answers", "chosen")
-SYSTEMS = ("system", "system_prompt")
-_INPUTS = ("input", "context")  # the rest of an instruction (Alpaca, Dolly)
-_TOOLS = ("function", "functions")
-_UNREAD = ("context", "passage", "article", "history", "starter_code")
-#: columns beside the prompt that belong to it, or may belong to it
-COMPANIONS = {*SYSTEMS, *CHOICES, *_TOOLS, *_UNREAD}
-_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "observation": "tool"}
+_ROLES = _TABLES["roles"]
+_MEDIA = re.compile(r"(?:\w+_)?(?:image|img|audio|video)s?_?\d*", re.IGNORECASE)
+CHAT_TEXT = re.compile(r"\s*\[\s*\{\s*['\"](?:role|from|content|value)['\"]\s*:")
 _STANDARD_ROLES = ("system", "user", "assistant", "tool")
 _CALLS = ("function_call", "tool_call")  # roles of messages that are a tool call, as JSON text
 
@@ -45,12 +40,11 @@ def as_messages(value: Any) -> Any:
     """A chat as messages with role and content: JSON text is parsed, `from` and `value` (ShareGPT) are renamed, text
     parts (OpenAI) are joined, calls get their place, and a list with one chat (BFCL) is that chat. Other values are
     returned as they are."""
-    if isinstance(value, str) and value.lstrip().startswith("[{"):
-        try:
-            decoded = json.loads(value)
-        except ValueError:
-            return value
-        if not all(isinstance(m, Mapping) and {"role", "from"} & m.keys() for m in decoded):
+    if isinstance(value, str) and CHAT_TEXT.match(value):
+        decoded = read_text(value)
+        if not isinstance(decoded, list) or not all(
+            isinstance(m, Mapping) and {"role", "from"} & m.keys() for m in decoded
+        ):
             return value
         value = decoded
     if not isinstance(value, list | tuple):
@@ -105,19 +99,28 @@ def _missing_choices(row: Mapping[str, Any], prompt: str) -> str:
     return "" if is_named else "".join(f"\n{label}. {text}" for label, text in choices.items())
 
 
-def note_columns(names: str, columns: Sequence[str], used: Mapping[str, str]) -> None:
-    """Log which columns are read, if they are not the default ones. used: what they are for -> column."""
+def note_columns(names: str, columns: Sequence[str], used: Mapping[str, str], config: Any, usual: bool = False) -> None:
+    """Log which columns are read, unless they are the `usual` ones, and which the model does not see. used: what they
+    are for -> column. config: with image_key and video_key."""
     companions = {
         "rest of the prompt": _INPUTS if used.get("prompt") == "instruction" else (),
         "choices": CHOICES if "prompt" in used else (),
         "system prompt": SYSTEMS,
     }
     read = {use: name for use, names in companions.items() for name in names if name in columns}
-    used = {**used, **read}
-    logger.info("%s: %s", names, ", ".join(f"{use} from column {name!r}" for use, name in used.items()))
-    for name in {*_TOOLS} & {*columns}:
-        logger.warning("%s: tools in the column %r are not shown to the model: rename it to 'tools'", names, name)
-    for name in {*_UNREAD} & {*columns} - {*used.values()}:
-        logger.warning(
-            "%s: the column %r is not shown to the model: what it needs of it belongs into the prompt", names, name
-        )
+    if read or not usual:
+        logger.info("%s: %s", names, ", ".join(f"{use} from column {name!r}" for use, name in {**used, **read}.items()))
+    shown = {*used.values(), *read.values(), *_PLACED, config.image_key, config.video_key}
+    others = [name for name in columns if name not in shown]
+    for name in others:
+        if name in _TOOLS:
+            advice = "tools in the column %r are not shown to the model: rename it to 'tools'"
+        elif _MEDIA.fullmatch(name):
+            advice = "media in the column %r are not shown to the model: set data.image_key or data.video_key"
+        elif name.lower() in _UNREAD:
+            advice = "the column %r is not shown to the model: what it needs of it belongs into the prompt"
+        else:
+            continue
+        logger.warning(f"%s: {advice}", names, name)
+    if others:
+        logger.info("%s: not shown to the model: %s", names, ", ".join(others))

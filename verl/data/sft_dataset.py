@@ -289,11 +289,11 @@ def find_sample_columns(rows: Rows, config: schema.SFTDataConfig) -> SampleColum
     has_names = config.prompt_key is not None or config.response_key is not None
     chat = usual_column(rows.columns, CHATS)
     if not has_names and chat is not None:
-        note_columns(rows.names, rows.columns, {"chat": chat})
+        note_columns(rows.names, rows.columns, {"chat": chat}, config)
         return SampleColumns(messages=chat)
     prompt = _named_or_common(rows, config.prompt_key, "prompt_key", _PROMPTS)
     response = _named_or_common(rows, config.response_key, "response_key", RESPONSES)
-    note_columns(rows.names, rows.columns, {"prompt": prompt, "response": response})
+    note_columns(rows.names, rows.columns, {"prompt": prompt, "response": response}, config)
     paths = (prompt, *(config.prompt_dict_keys or ())), (response, *(config.response_dict_keys or ()))
     return SampleColumns(None, *paths)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.agents.chat import REASONING, reads
 from verl.config import schema
-from verl.data.forms import as_messages
+from verl.data.forms import CHAT_TEXT, as_messages
 from verl.data.hub import check_hub
 from verl.data.messages import (
     Chat,
@@ -203,6 +203,8 @@ def as_chat_or_text(prompt: Any, prompt_format: str, has_template: bool, locatio
         ValueError: an empty prompt, invalid messages, or messages with prompt_format "text".
     """
     prompt = as_messages(prompt)
+    if isinstance(prompt, str) and CHAT_TEXT.match(prompt):
+        raise ValueError(f"{location}: expected a chat as a list of messages or its JSON text, found {prompt!r:.100}")
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise ValueError(f"{location}: the prompt is empty")
     if isinstance(prompt, str):

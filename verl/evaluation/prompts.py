@@ -54,7 +54,7 @@ class PromptSet(PromptDataset):
         super().__init__(config.data.path, tokenizer, config.data, processor, GenerationConfig)
         rows = self.rows = read_rows(self.data_files)
         self.prompt_key = find_column(rows.columns, PROMPTS, self.config.prompt_key)
-        note_columns(rows.names, rows.columns, {"prompt": self.prompt_key})
+        note_columns(rows.names, rows.columns, {"prompt": self.prompt_key}, self.config)
         rows.check_column(self.prompt_key, "prompt_key", " for the prompt")
         self.uses_loops = config.rollout.agent.default_agent_loop not in SINGLE_TURN or "agent_name" in rows.columns
         for name in (RESPONSES, TURNS, INFO) if self.uses_loops else (RESPONSES,):

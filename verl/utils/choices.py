@@ -1,5 +1,7 @@
 """Choices of a multiple-choice question, in the columns and forms that data sets have."""
 
+import ast
+import contextlib
 import json
 import re
 import string
@@ -12,21 +14,28 @@ CHOICES = ("choices", "options")
 _LABEL = re.compile(r"(?<!\S)\(?([A-Za-z])\s?[).:]\s*")  # of "A)4", and in "a ) 4 , b ) 5"
 
 
+def read_text(text: str) -> Any:
+    """The value of JSON text, or of the text of a Python value (as pandas writes it to CSV); None for other texts."""
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(text)
+    return None
+
+
 def read_choices(row: Mapping[str, Any]) -> dict[str, str]:
     """Return label -> text of the choices of a row, which is empty for a row without choices.
 
     Args:
         row: with a column "choices" or "options": texts (MMLU), which may begin with their labels (AQuA-RAT);
-            {"text": [...], "label": [...]} (ARC); {"A": text} (MedQA); one text with labels (MathQA); or JSON text of
-            these. Values of other forms are no choices.
+            {"text": [...], "label": [...]} (ARC); {"A": text} (MedQA); one text with labels (MathQA); or the text of
+            these as JSON or Python. Values of other forms are no choices.
     """
     value = next((row[name] for name in CHOICES if row.get(name) is not None), None)
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
+        if (decoded := read_text(value)) is None:
             _, *parts = _LABEL.split(value)
-            value = dict(zip(parts[::2], (part.rstrip(" ,") for part in parts[1::2])))
+            decoded = dict(zip(parts[::2], (part.rstrip(" ,") for part in parts[1::2])))
+        value = decoded
     labels = string.ascii_uppercase
     if isinstance(value, Mapping) and "text" in value:
         labels, value = labels if value.get("label") is None else value["label"], value["text"]

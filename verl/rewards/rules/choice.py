@@ -17,8 +17,9 @@ _ALONE = r"(?<![A-Za-z'])(?P<letter>[A-Z])(?![A-Za-z'])"
 _SECOND = re.compile(rf"{_MARKS}(?:\b(?:or|and|maybe)\b|/){_MARKS}(?:(?i:option|choice){_MARKS})?[A-Z](?![A-Za-z'])")
 # "the answer is (B)", "Answer: **B**", "I choose option B", "not A but C"
 _CUE = re.compile(
-    rf"(?i:\b(?:answer|choice|option|choose|pick|select|it){_MARKS}(?:is|are|must be|would be|should be)?{_MARKS}"
-    rf"(?:not\b.{{1,40}}?\bbut{_MARKS})?(?:therefore|thus|clearly)?{_MARKS}(?:option|choice|answer|letter|the|best|correct){{0,3}}{_MARKS}){_ALONE}"
+    rf"(?i:\b(?:answer|choice|option|choose|pick|select|go with|it){_MARKS}(?:is|are|(?:must|would|should) be)?{_MARKS}"
+    rf"(?:not\b.{{1,40}}?\bbut{_MARKS})?(?:therefore|thus|clearly)?{_MARKS}"
+    rf"(?:option|choice|answer|letter|the|best|correct){{0,3}}{_MARKS}){_ALONE}"
 )
 # "C is the answer", "option C is right"
 _PRAISED = re.compile(
@@ -28,7 +29,7 @@ _PRAISED = re.compile(
 # "(B)" anywhere; "B", "B." or "B) Paris" at the beginning of a line
 _LISTED = re.compile(r"\(([A-Z])\)|^[ \t*_\"']{0,6}([A-Z])(?=[*_\"']{0,6}(?:[.):]|[ \t]{0,6}$))", re.MULTILINE)
 _CHINESE = re.compile(r"(?:选择?|答案[是为]?)[:：]?\s*(?P<letter>[A-Z])(?![A-Za-z])")
-_SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
+_SENTENCE_END = re.compile(r"[.!?;](?=\s|$)|\n")
 _DENIAL = re.compile(
     r"\b(?:not|incorrect|wrong|false|eliminate[sd]?|ruled?(?: it)? out|excluded?|except|never|but)\b|n't\b",
     re.IGNORECASE,
@@ -98,7 +99,7 @@ def _mentions(pattern: re.Pattern, text: str, letters: str) -> list[re.Match]:
 
 def _is_denied(text: str, match: re.Match) -> bool:
     """Whether the sentence of a match denies its choice, or asks."""
-    begin = max(text.rfind(mark, 0, match.start()) for mark in (". ", "! ", "? ", "\n")) + 1
+    begin = max(text.rfind(mark, 0, match.start()) for mark in (". ", "! ", "? ", "; ", "\n")) + 1
     end = _SENTENCE_END.search(text, match.end("letter"))
     sentence = text[begin : end.end() if end else len(text)]
     sentence = re.sub(r"\bnot\b.{1,40}?\bbut\b|[,(;]\s*not\b.*", " ", sentence, flags=re.DOTALL)
@@ -114,7 +115,7 @@ def _leading_letter(short: str, letters: str) -> str | None:
     match = re.match(rf"\(?(?:(?i:option|choice|answer|letter){_MARKS})?\(?{_ALONE}", bare)
     if match is None or match["letter"] not in letters:
         return None
-    rest = bare[match.end() :]
+    rest = re.sub(r"\b(?:because|since)\b(?!.*\b(?:no|wait|actually)\b).*", "", bare[match.end() :], flags=re.DOTALL)
     if match["letter"] in "AI" and re.match(r"\s+[a-z]", rest):  # "A dog", "I don't know"
         return None
     others = set(re.findall(rf"(?<![A-Za-z'])[{letters}](?![A-Za-z'])(?!\s+[a-z])", rest)) - {"I", match["letter"]}

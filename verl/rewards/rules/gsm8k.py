@@ -2,11 +2,12 @@ r"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168): the final answer is one number 
 
 How a number is read:
 
-- thousands may be grouped: `1,000`, `1 000` (also with no-break and thin spaces), `1{,}000`, `1\,000`; only groups of
-  three digits count (`12,34` is two numbers), and `12 100-dollar bills` is two numbers
+- thousands may be grouped: `1,000`, `1 000` (also with no-break and thin spaces), `1{,}000`, `1\,000`, `1'000`,
+  `1.234.567`, `12,34,567`; `12,34` and `12 100-dollar bills` are two numbers
 - a currency sign may precede the number, with a minus before or after the sign: `-$5`, `$-5`, `\$5`
 - a minus directly after a digit, a letter or a closing bracket is subtraction or a hyphen: `10-5` ends in 5
 - `5.` is 5, `.5` is 0.5, `3/4` is three quarters, `1 1/2` is one and a half
+- a number that goes on is no answer: `72 or 73`, `72-75`, `72 + 1`, `7:30`, `at least 72`
 - units and words are ignored: `50%` is 50, `5 million` is 5
 - a number of more than 120 characters is ignored, which bounds the time to score a response
 
@@ -37,7 +38,8 @@ _NUMBER_PATTERN = r"""
     (?:
         (?<!/) (?: (?P<whole>[0-9]+)\ )? (?P<top>[0-9]+)/(?P<bottom>[0-9]+) (?![/0-9]|[.][0-9])
     |   (?P<grouped>
-            [1-9][0-9]{0,2} (?: (?:,|\{,\}|\\,|[\u00a0\u2009\u202f]) [0-9]{3} )+ (?![0-9])
+            [1-9][0-9]{0,2} (?: (?:,|\{,\}|\\,|['\u00a0\u2009\u202f]) [0-9]{3} )+ (?![0-9])
+        |   [1-9][0-9]? (?: ,[0-9]{2} )+ ,[0-9]{3} (?![0-9])  |  [1-9][0-9]{0,2} (?: [.][0-9]{3} ){2,} (?![.0-9])
         |   (?<![0-9]\ )(?<![0-9],\ ) [1-9][0-9]{0,2} (?:\ [0-9]{3})+ (?!\ ?[0-9]|[-/][0-9A-Za-z])
         )? (?P<digits>(?(grouped)|[0-9]+))? (?P<decimals>(?<![.])[.][0-9]+)?
         (?<=[0-9])                                            # at least one digit somewhere
@@ -50,6 +52,14 @@ _MARKS = re.compile(r"[ \t]*(?:\*\*?|__?|\\\(|\\\[|\$(?=\\)|\\boxed\{)*[ \t]*")
 
 _SPACED_SIGN = re.compile(r"([-+\u2212]) ?(?=[$\\0-9.])")  # directly after "####"
 _WIDE = str.maketrans("０１２３４５６７８９＃．，－", "0123456789#.,-")
+# After a number: it is a part of a calculation, a range or a list. Before it: a bound or a denial.
+_GOES_ON = re.compile(
+    r"[*_$)}]{0,4}(?:\s*(?:[-\u2013~,:]\s?\\?\$?[0-9]|[*/]\s?[0-9]|\\times|[+×÷^=≤≥?]|[<>][\s=0-9]"
+    r"|\(?or\b(?! so)|(?:to|through)\s\$?[0-9]|and\s+(?:[0-9]|not))|e[0-9]|\ [0-9])"
+)
+_BOUND = re.compile(
+    r"(?i:\bnot|n't|\bat (?:least|most)|(?:more|less|fewer) than|one of|between(?: .{1,20} and)?)\s[*$\\({]*$"
+)
 _TAIL = 1500  # characters at the end of a text that are searched
 _BOXED = re.compile(r"\\boxed\{|<answer>")
 _SAID = re.compile(r"\banswer\b[*_\\ ]*(?:is|would be|comes to|[:=])[*_:\s]*", re.IGNORECASE)
@@ -78,7 +88,9 @@ def extract(text: str, method: str = "strict") -> int | Fraction | None:
     match = _after_marks(text)
     if match is None and method == "flexible":
         match = _concluded(text[-_TAIL:])
-    return None if match is None else _value(match)
+    if match is None or _BOUND.search(match.string[: match.start()][-40:]) or _GOES_ON.match(match.string, match.end()):
+        return None
+    return _value(match)
 
 
 def _after_marks(text: str) -> re.Match | None:

@@ -5,11 +5,16 @@ follows "The answer is", or the value in which the last sentence ends. For `math
 line "Answer: ...", that line counts before a box.
 """
 
+import logging
+import re
+from functools import lru_cache
 from typing import Any
 
 from verl.rewards.functions import register_reward
 from verl.rewards.rules.answers import extract
 from verl.rewards.rules.answers.rule import AnswerRule
+
+logger = logging.getLogger(__name__)
 
 _LONGEST = 1000  # characters of "pred"
 
@@ -41,8 +46,15 @@ def math_dapo(data_source: str, solution_str: str, ground_truth: Any, extra_info
 
 def _score(rule: AnswerRule, solution_str: str, ground_truth: Any, wrong: float) -> dict[str, Any]:
     check = rule.check(solution_str, ground_truth)
+    _note_sentences(str(ground_truth))
     score = 1.0 if check.correct else wrong
     return {"score": score, "acc": float(check.correct), "pred": (check.answer.text or "").strip()[:_LONGEST]}
+
+
+@lru_cache(maxsize=4096)
+def _note_sentences(ground_truth: str) -> None:
+    if "boxed" not in ground_truth and re.search(r"[a-z]{2}[.!?]\s+[A-Z]", ground_truth):
+        logger.warning("the ground truth %.100r is several sentences without a box: no answer equals it", ground_truth)
 
 
 def is_equivalent(solution_str: str, ground_truth: Any) -> bool:

@@ -203,6 +203,7 @@ def _one_type(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _checker(context: Mapping[str, Any]) -> str:
     """The program of a row that judges outputs, as of Codeforces. Raises ValueError for a row that needs more."""
     checker, mode = context.get("generated_checker") or context.get("checker") or "", context.get("input_mode")
+    mode = f"file {context['input_file']}" if context.get("input_file") else mode
     if not isinstance(checker, str) or _parse(checker) is None:
         raise ValueError(f"the row has a checker that is not Python, which is not supported: {checker!r:.80}")
     if context.get("interaction_format") or mode not in (None, "stdio"):
@@ -212,14 +213,21 @@ def _checker(context: Mapping[str, Any]) -> str:
 
 
 def _read_pairs(tests: Mapping[str, Any], context: Mapping[str, Any]) -> dict[str, Any]:
-    name = context.get("fn_name") or context.get("func_name")
     inputs, outputs = (_as_list(tests.get(f"{n}s", tests.get(n)), f"{n}s" in tests) for n in ("input", "output"))
     kind = tests.get("testtype", tests.get("type"))
     if not inputs or len(inputs) != len(outputs) or kind not in _KINDS:
         raise ValueError(f"{_FORMS}, with a type in {list(_KINDS)}")
-    if name is None and _KINDS[kind]:
-        raise ValueError("expected the name of the function as fn_name, or as func_name in metadata, found none")
+    if str(context.get("language") or "python").lower() not in _PYTHON:
+        raise ValueError(f"expected tests of Python programs, found language {context['language']!r}")
+    name = next((context[key] for key in ("fn_name", "func_name", "function_name") if context.get(key)), None)
+    are_values = any(not isinstance(v, str) for case in inputs if isinstance(case, list | dict) for v in _as_list(case))
+    if name is None and (_KINDS[kind] or (kind is None and (are_values or context.get("entry_point")))):
+        names = re.findall(r"def (\w+)", context.get("starter_code") or "") or [context.get("entry_point")]
+        if not (name := (names[-1] or "").rpartition(".")[2]):
+            raise ValueError("expected the name of the function as fn_name, or as func_name in metadata, found none")
     if name and _KINDS[kind] is not False:
+        if all(each in (None, [None]) for each in map(_decode, outputs)):
+            raise ValueError("the expected results are all null: a function that does nothing would pass")
         return {"fn_name": name, "inputs": [_arguments(case) for case in inputs], "outputs": outputs}
     if any(text is None or isinstance(text, Mapping) for text in (*inputs, *outputs)):
         raise ValueError("expected text for standard input and output of each test")
@@ -249,7 +257,7 @@ def _arguments(case: Any) -> list[Any]:
 
 def _read_source(tests: Mapping[str, Any], context: Mapping[str, Any]) -> dict[str, Any]:
     """Tests that are code: lines of asserts, a module, or `check(candidate)` with the name of the function."""
-    source, before, entry = tests.get("test"), "", context.get("entry_point")
+    source, before, entry, begun = tests.get("test"), "", context.get("entry_point"), ""
     if "test_list" in tests:
         blocks = [_as_list(tests.get(key, []), True) for key in ("test_imports", "test_setup_code", "test_list")]
         source = "\n".join(itertools.chain(*blocks))
@@ -257,6 +265,7 @@ def _read_source(tests: Mapping[str, Any], context: Mapping[str, Any]) -> dict[s
         if isinstance(context.get("prompt"), str) and (prompt := _parse(context["prompt"])):
             kept = [node for node in prompt.body if getattr(node, "name", None) not in re.findall(r"\w+", entry)]
             before = ast.unparse(ast.Module(kept, [])) + "\n"
+            begun = context["prompt"] if entry in _names(prompt)[1] else ""
         has_check = re.search(r"^def check\(", source, re.MULTILINE)
         source = f"{source}\ncheck({entry})\n" if has_check else f"candidate = {entry}\n{source}"
         source = source if "class " in before else before + source  # objects of the tests cannot be given to programs
@@ -269,7 +278,15 @@ def _read_source(tests: Mapping[str, Any], context: Mapping[str, Any]) -> dict[s
     source = ast.unparse(ast.fix_missing_locations(checks.visit(module)))
     lists = {"collected": to_collect, "imports": imported & PROGRAM_MODULES, "bound": _bound(module)}
     lists = {name: sorted(names) for name, names in {**lists, "owners": _owners(module)}.items()}
-    return {"source": [source, checks.known > 0, lists], "before": before}
+    return {"source": [source, checks.known > 0, lists], "before": before, "begun": [begun, entry]}
+
+
+def completed(code: str, begun: str, name: str) -> str:
+    """Return a program; one that is only the body of the function that the prompt begins (`begun`), with its head."""
+    if not begun or ((module := _parse(code)) and name in _names(module)[1]):
+        return code
+    bodies = [code] * code[:1].isspace() + [textwrap.indent(textwrap.dedent(code), "    "), f"    {code.lstrip()}"]
+    return next((text for body in bodies if _parse(text := f"{begun.rstrip()}\n{body}")), code)
 
 
 def _check_source(module: ast.Module, imported: set[str], to_collect: set[str]) -> None:

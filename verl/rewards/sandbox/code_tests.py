@@ -10,12 +10,13 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from verl.processes.isolation.program import Limits, run_program
 from verl.rewards.functions import register_reward
-from verl.rewards.sandbox.code_forms import extract_code, read_tests, with_imports
+from verl.rewards.sandbox.code_forms import completed, extract_code, read_tests, with_imports
 
 # Asserts run in a separate process from the response's code, which can see neither the tests nor the verdict.
 _JUDGE = Path(__file__).with_name("assert_program.py")
@@ -83,7 +84,7 @@ def code_reward(
     code, tests = extract_code(solution_str), read_tests(ground_truth, extra_info)
     run = _run_source if "source" in tests else _run_calls if tests["fn_name"] else _run_inputs
     passed, count = 0, len(tests["inputs"]) if "inputs" in tests else 1
-    program = with_imports(tests.get("before", "") + code)
+    program = with_imports(tests.get("before", "") + completed(code, *tests.get("begun", ("", ""))))
     for is_passed in run(program, tests, limits) if code.strip() else ():
         passed += is_passed
         if not is_passed and not partial:
@@ -170,25 +171,29 @@ def _is_result(line: str, expected: Any) -> bool:
     return any(_close(result, json.loads(_as_json(value))) for value in accepted)
 
 
-def _close(a: Any, b: Any) -> bool:
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_close, a, b))
-    if isinstance(a, float) or isinstance(b, float):
-        with contextlib.suppress(TypeError, OverflowError):
-            return math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9)
+def _close(value: Any, expected: Any) -> bool:
+    """Equal, floats to 1e-6: relative to an expected float; absolute for an expected integer, which may be large."""
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(map(_close, value, expected))
+    if isinstance(value, float) or isinstance(expected, float):
+        with contextlib.suppress(TypeError, OverflowError, ArithmeticError):
+            if isinstance(expected, int):
+                return abs(Decimal(value) - expected) <= Decimal("1e-6")
+            return math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9)
         return False
-    return a == b
+    return value == expected
 
 
 def same_output(actual: str, expected: str) -> bool:
-    """Whether two outputs are equal line by line, ignoring trailing whitespace and empty last lines; floats to 1e-6."""
+    """Whether two outputs are equal line by line, without trailing whitespace and empty last lines (see `_close`)."""
     lines, expected_lines = ([line.split() for line in text.rstrip().splitlines()] for text in (actual, expected))
     return len(lines) == len(expected_lines) and all(
         len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(lines, expected_lines)
     )
 
 
-def _same_word(a: str, b: str) -> bool:
+def _same_word(word: str, expected: str) -> bool:
     with contextlib.suppress(ValueError):
-        return a == b or (("." in a or "." in b) and _close(float(a), float(b)))
+        read = int if expected.lstrip("+-").isdecimal() else float
+        return word == expected or (("." in word or "." in expected) and _close(float(word), read(expected)))
     return False

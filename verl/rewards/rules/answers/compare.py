@@ -19,8 +19,8 @@ from itertools import chain, product
 from typing import Any
 
 from verl.rewards.rules.answers.constants import parse_constant
-from verl.rewards.rules.answers.normalize import join_thousands, normalize, quote_names
-from verl.rewards.rules.answers.quantities import UNITS, WORD, parse_compound, split_unit
+from verl.rewards.rules.answers.normalize import PHRASES, join_thousands, normalize, quote_names
+from verl.rewards.rules.answers.quantities import WORD, parse_compound, parse_words, read_unit, split_unit
 from verl.rewards.rules.answers.sets import SET_SIGN, to_set
 from verl.rewards.rules.answers.structure import parse_collection, parse_rows, split_elements, split_top
 from verl.rewards.rules.answers.symbolic import equal_expressions, none_if_unreadable, parse
@@ -33,6 +33,8 @@ def equal(answer: str, reference: str) -> bool:
     if max(len(answer), len(reference)) > _LONGEST:
         return answer == reference
     answer, reference = normalize(answer), normalize(reference)
+    if re.search(r"[+]\s*C$", reference):  # the constant of integration has any name
+        answer = re.sub(r"(?<=[+])\s*[ck]$", " C", answer)
     tolerance = re.match(r"(?:\\approx|\\sim|\"?about\"?|\"?approximately\"?)\s*", reference)
     if tolerance:
         return _within_digits(answer, reference[tolerance.end() :])
@@ -41,24 +43,36 @@ def equal(answer: str, reference: str) -> bool:
 
 
 _GROUPED_NUMBER = re.compile(r"[-+]?(?:\\?\$\s*)?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?![\d,]).*", re.DOTALL)
-_PHRASES = [
-    (re.compile(r'"(?:all|every)"\s*"real"(?:\s*"(?:numbers?|values?)")?(?:\s*[a-z])?|"all"\s*"reals"', re.I), r"\\R "),
-    (re.compile(r'(?<![\w"])"?no"?\s*"solutions?"(?!\s*")|"empty"\s*"set"', re.I), r"\\emptyset "),
-    (re.compile(r'"DNE"'), '"does" "not" "exist"'),
-]
-_POINT = re.compile(r"\(\s*([a-z](?:\s*,\s*[a-z])+)\s*\)\s*=\s*\((.*)\)")
+_POINT = re.compile(r"\(\s*([a-z](?:\s*,\s*[a-z])+)\s*\)\s*=\s*\(([^()]*)\)")
+_COORDINATES = re.compile(r"\(\s*([a-z](?:\s*,\s*[a-z])+)\s*\)\s*(?:=|\\in(?![a-z]))")
+_UNIT_VECTOR = re.compile(r"\s*([-+]?)\s*((?:(?!\\unit).)*?)\s*\\unit([ijk])")
 
 
 def _readings(text: str) -> list[str]:
     """A text without a preface; with commas that may group thousands, also the text without them."""
     text = _PREFACE.sub("", quote_names(text)).strip()
-    for pattern, replacement in _PHRASES:
+    for pattern, replacement in PHRASES:
         text = pattern.sub(replacement, text)
     if point := _POINT.fullmatch(text):  # (x,y) = (1,2)
         text = f"({', '.join(value for _, value in sorted(zip(*map(split_elements, point.groups()))))})"
-    text = _strip_delimiters(text.strip())
+    else:
+        text = _COORDINATES.sub(lambda m: "" if (names := split_elements(m[1])) == sorted(names) else m[0], text)
+    if vector := _as_tuple(text):
+        return vector
+    text = _strip_delimiters(text.replace("\\unit", "").strip())
     joined = join_thousands(text)
     return [joined] if joined == text or _GROUPED_NUMBER.fullmatch(text) else [joined, text]
+
+
+def _as_tuple(text: str) -> list[str]:
+    r"""The tuples that a sum of unit vectors may be: `\mathbf{i}+2\mathbf{j}` is (1, 2) and (1, 2, 0)."""
+    terms = _UNIT_VECTOR.findall(text)
+    is_sum = any(len(split_top(value, re.compile("[-+]"))) > 1 for _, value, _ in terms)  # 3 + 2i is a number
+    if not terms or is_sum or _UNIT_VECTOR.sub("", text).strip():
+        return []
+    entries = {name: f"{sign}{value or 1}".removeprefix("+") for sign, value, name in terms}
+    tuples = [", ".join(entries.get(name, "0") for name in names) for names in ("ij", "ijk")]
+    return [f"({text})" for text in tuples["k" in entries :]]
 
 
 _PREFACE = re.compile(
@@ -116,10 +130,20 @@ def _read_choice(text: str) -> str | None:
     return None if match is None or _OTHER_CHOICE.search(match["rest"]) else match["a"] or match["b"]
 
 
+def _as_choices(answer: str, reference: str) -> bool | None:
+    """Several letters of choices: `ABD` is `A, B, D`, if one of the two is a list."""
+    left, right = (re.sub(r'\b(?:and|or)\b|[\s",;.()]+', " ", text).split() for text in (answer, reference))
+    letters = ["".join(sorted(words)) for words in (left, right)]
+    if not all(re.fullmatch("[A-H]{2,8}", text) for text in letters) or {len(left), len(right)} == {1}:
+        return None
+    is_unsorted = any(len(words) == 1 and words != [text] for words, text in zip((left, right), letters))
+    return None if is_unsorted else letters[0] == letters[1] and not re.search(r"\bor\b", answer)
+
+
 # ---- times ----------------------------------------------------------------------------------------------------------
 
 _TIME = re.compile(r'(\d{1,2})\s*(?::\s*(\d\d)(?::(\d\d))?|(?="?[ap]))\s*(?:"?([ap])\.?\s?m\.?"?\.?)?', re.IGNORECASE)
-_RATIO = re.compile(r'(\d+)\s*(?::|"?\bto\b"?)\s*(\d+)(?:\s*(?::|"?\bto\b"?)\s*(\d+))?')
+_RATIO = re.compile(r'(\d+(?:\.\d+)?)\s*(?::|"?\bto\b"?)\s*(\d+(?:\.\d+)?)(?:\s*(?::|"?\bto\b"?)\s*(\d+(?:\.\d+)?))?')
 
 
 def _as_time(answer: str, reference: str) -> bool | None:
@@ -144,7 +168,7 @@ def _as_ratio(answer: str, reference: str) -> bool | None:
     left, right = _RATIO.fullmatch(answer), _RATIO.fullmatch(reference)
     if not (left or right):
         return None
-    terms = [[int(g) for g in m.groups() if g] for m in (left, right) if m]
+    terms = [[Fraction(g) for g in m.groups() if g] for m in (left, right) if m]
     if any(0 in numbers for numbers in terms):
         return False
     if left and right:
@@ -157,8 +181,7 @@ def _as_ratio(answer: str, reference: str) -> bool | None:
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
-_NAMES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-_BASED = re.compile(rf'((?=[A-F]*[0-9])[0-9A-F]+)\s*_\s*\{{?\s*(\d{{1,2}}|"?(?:{"|".join(_NAMES)})"?)\s*\}}?')
+_BASED = re.compile(r'((?=[A-F]*[0-9])[0-9A-F]+)\s*_\s*\{?\s*(\d{1,2}|"?[a-z]{3,5}"?)\s*\}?')
 
 
 def _as_number_in_base(answer: str, reference: str) -> bool | None:
@@ -167,7 +190,7 @@ def _as_number_in_base(answer: str, reference: str) -> bool | None:
     left, right = _BASED.fullmatch(answer), _BASED.fullmatch(reference)
     if not (left or right):
         return None
-    base = {str(_NAMES.index(b) + 2) if b in _NAMES else b for b in (m[2].strip('"') for m in (left, right) if m)}
+    base = {str(parse_words(m[2]) or m[2]) for m in (left, right) if m}
     digits = [m[1].upper() if m else text.upper() for m, text in ((left, answer), (right, reference))]
     if right is None and base != {"10"}:
         return False  # the reference is a decimal number
@@ -184,15 +207,19 @@ def _as_quantity(answer: str, reference: str) -> bool | None:
     x, y = parse_constant(a), parse_constant(b)
     if "%" in (unit_a, unit_b):
         return _equal_percent(a, unit_a, b, unit_b, x, y)
+    units = {unit_a, unit_b}
+    if units == {"degree", "radian"} or (units == {"degree", ""} and "\\pi" in (b if unit_a == "degree" else a)):
+        degrees, radians = (a, b) if unit_a == "degree" else (b, a)
+        return equal_expressions(f"\\frac{{({degrees})\\pi}}{{180}}", radians)
     if unit_a and unit_b and unit_a != unit_b:
-        known_a, known_b = UNITS.get(unit_a), UNITS.get(unit_b)
-        if known_a and known_b and known_a[0] == known_b[0] and x is not None and y is not None:
-            return x * known_a[1] == y * known_b[1]
+        known_a, known_b = read_unit(unit_a), read_unit(unit_b)
+        if known_a and known_b and known_a[0] == known_b[0]:
+            if x is not None and y is not None:
+                return x * known_a[1] == y * known_b[1]
+            ratio = known_a[1] / known_b[1]
+            return equal_expressions(f"\\frac{{{ratio.numerator}}}{{{ratio.denominator}}}({a})", b)
         if known_a or known_b or not _same_noun(unit_a, unit_b):
             return False
-    if "degree" in (unit_a, unit_b) and not (unit_a and unit_b) and "\\pi" in (b if unit_a else a):
-        degrees, radians = (a, b) if unit_a else (b, a)
-        return equal_expressions(f"\\frac{{({degrees})\\pi}}{{180}}", radians)
     if any('"' in text for text in (a, b)):
         return None
     return _equal(a, b)
@@ -365,11 +392,12 @@ def _by_value(read: Callable[[str], Any]) -> Callable[[str, str], bool | None]:
 
 
 _COMPARISONS: list[Callable[[str, str], bool | None]] = [
-    _by_value(parse_constant),
+    _by_value(lambda text: parse_words(text) if (value := parse_constant(text)) is None else value),
     _as_time,
     _by_value(_read_date),
     _as_ratio,
     _as_number_in_base,
+    _as_choices,
     _as_choice,
     _as_matrix,
     _by_value(parse_compound),

@@ -8,7 +8,7 @@ _REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\{(\d+)\}|
 # Sign, whole number (never in a fraction), numerator and denominator in two spellings.
 _FRACTION = re.compile(r"([-+]?)()\s*(?:\\frac\{\s*(-?\d+)\s*\}\{\s*(-?\d+)\s*\}|(\d+)\s*/\s*(-?\d+))")
 _MIXED = re.compile(
-    r"([-+]?)\s*(\d+)(?:\s*|\s*\+\s*|\s+\"?and\"?\s+|-)(?:\\frac\{\s*(\d+)\s*\}\{\s*(\d+)\s*\}|(?<=[\s+-])(\d+)/(\d+))"
+    r"([-+]?)\s*(\d+)(?:\s*|(?<![-+\s]\d)\s*\+\s*|\s+\"?and\"?\s+)(?:\\frac\{\s*(\d+)\s*\}\{\s*(\d+)\s*\}|(?<=[\s+])(\d+)/(\d+))"
 )
 _SCIENTIFIC = re.compile(
     r"(.+?)\s*(?:(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?\s*([-+]?\d{1,3})\s*\}?|[eE]([-+]?\d{1,3}))"

@@ -63,7 +63,21 @@ def visible_text(text: str) -> str:
 
 # Between boxes of one answer: "\boxed{1} and $x = \boxed{2}$".
 _LISTED = re.compile(
-    r"(?:[\s$,;&]|\\[(),;\[\] ]|\\q?quad|\\text\{\s*(?:and|or)\s*\}|and|or|either|[A-Za-z](?:_\w)?\s*=)*", re.I
+    r"(?:[\s$,;&]|\\[(),;\[\] ]|\\q?quad|\\text\{\s*(?:and|or)\s*\}|and|or|else|even|either|maybe|possibly|perhaps"
+    r"|if [^.\n]{1,40},|\(?[a-z\d]\)|(?<=\n)\d\.|(?:option|case|part|answer)\s*\w?\s*:|[A-Za-z](?:_\w)?\s*=)*",
+    re.IGNORECASE,
+)
+# Directly before a box: its sentence denies or supposes it; directly after: it asks.
+_DENIED_BOX = re.compile(
+    r"(?:not|\bnever|n't)(?:\s+(?:be|equal|the|to))*[\s$*(\\\[]*$"
+    r"|^\s*(?:let us |we )?(?:suppose|assume|assuming|is it)\b[^,]*$",
+    re.IGNORECASE,
+)
+# After an answer: it is taken back.
+_RETRACTED = re.compile(
+    r"(?:^|[.!?\n,]\s*)(?:(?:wait|no|but|actually|however|hmm|sorry|correction)\b[^.?!\n]{0,60}?)+"
+    r"(?:\b(?:wrong|incorrect|mistaken?|should be|answer is|disagree|instead)\b|\bit'?s (?!right|correct|ok)[^ ]+$)",
+    re.IGNORECASE,
 )
 
 
@@ -75,6 +89,9 @@ def box(text: str) -> Answer | None:
     if boxes[-1][0] is None:
         return Answer(None, "the last box does not close")
     contents, begin = [boxes[-1][0]], boxes[-1][1]
+    before, after = last_sentence(text[-_TAIL:][:begin], ""), text[-_TAIL:][boxes[-1][2] :]
+    if _DENIED_BOX.search(before) or re.match(r"[$\\)\]\s]{0,4}\?", after) or _RETRACTED.search(after):
+        return Answer(None, "the last box is denied, supposed, asked for or taken back")
     for content, start, end in boxes[-2::-1]:
         if content is None or not _LISTED.fullmatch(text[-_TAIL:], end, begin):
             break
@@ -86,22 +103,26 @@ def box(text: str) -> Answer | None:
 # ---- statements -----------------------------------------------------------------------------------------------------
 
 _MARKS = r"[*_`\s]{0,6}"
+_FOREIGN = r"(?:antwort|réponse|respuesta|risposta|resposta)(?:\s+(?:correct[ae]|corretta|finale?))?"
 _HEADING = rf"答案{_MARKS}(?:是|为)?{_MARKS}[:：]?|^[ \t]*#{{1,6}}\s*(?:final\s+)?answer\s*$"
 _ANSWER_LINE = re.compile(
-    rf"(?:\banswer{_MARKS}[:：]|{_HEADING}){_MARKS}",
+    rf"(?:\b(?:answer|{_FOREIGN}){_MARKS}[:：]|{_HEADING}){_MARKS}",
     re.IGNORECASE | re.MULTILINE,
 )
 _STATED = re.compile(
     rf"(?:\banswer{_MARKS}(?:(?:is|isn't|can(?:not|'t) be|was|(?:would|should|must|will) be|comes to|equals)\b|[:：=])"
-    rf"|####|{_HEADING}){_MARKS}:?",
+    rf"|####|\b{_FOREIGN}{_MARKS}(?:(?:ist|est|n'est|no\s+es|es|non\s+è|è|não\s+é|é)\b|[:：])|{_HEADING}){_MARKS}:?",
     re.IGNORECASE | re.MULTILINE,
 )
 # Every match of the two has one of these in it. Begins with a few characters, as `_THOUGHT` does.
-_MENTION = re.compile(r"a(?i:nswer)|A(?i:nswer)|答案|##{0,5}\s*(?:(?i:final)\s+)?(?i:answer)|####")
-_SENTENCES = re.compile(r".*[.!?\n]\s", re.DOTALL)
+_MENTION = re.compile(
+    r"[AaRr](?i:n(?:swer|twort)|éponse|[ei]sp[ou]\w)|答案|##{0,5}\s*(?:(?i:final)\s+)?(?i:answer)|####"
+)
+_SENTENCES = re.compile(r".*[.!?;\n]\s", re.DOTALL)
 # Before a statement: it says what the answer is not, or supposes one.
 _DENIED = re.compile(
-    r"\b(?:not|cannot|incorrect|wrong|false|doubt|if|suppose|assum(?:e|ing)|unlikely|my first|is the)\b|n't\b",
+    r"\b(?:not|cannot|incorrect|wrong|false|doubt|if|suppose|assum(?:e|ing)|unlikely|my first|is the)\b|n't\b"
+    r"|\b(?:n'est|no\s+es|non\s+è|não\s+é)\b",
     re.IGNORECASE,
 )
 _TAG = re.compile(r"<(?i:answer)>((?:(?!</?(?i:answer)>).)*)</(?i:answer)>", re.DOTALL)
@@ -114,7 +135,7 @@ _AFTER_NUMBER = re.compile(
     r"(?<=[\d%}$])(?:\s+[A-Za-z/%]+){0,3}?,?\s+(?:for|out of|of the|at|in(?! base)|on|with|after|from|each)\s.*"
 )
 _NEGATED = re.compile(
-    r"not\s+.+?[,\s]+but\s+(?:rather\s+)?(?P<right>.+)|(?:not|n't)\b.*|i don'?t know.*|unknown.*", re.I
+    r"not\s+.+?[,\s]+but\s+(?:rather\s+)?(?P<right>.+)|(?:not|n't|nicht|pas)\b.*|i don'?t know.*|unknown.*", re.I
 )
 _ENDING = re.compile(
     r"(?:\b(?:is|are|equals)|(?<![<>!:])=|[→⇒]|\\(?:Right|right)arrow)\s*(?P<value>[^=:→⇒]+?)\s*[.!]?\s*$"
@@ -148,7 +169,9 @@ def answer_line(text: str) -> Answer | None:
     mark = _last_mention(_ANSWER_LINE, text)
     if mark is None:
         return None
-    line = text[mark.end() : mark.end() + _TAIL].strip().partition("\n")[0]
+    line, _, rest = text[mark.end() : mark.end() + _TAIL].strip().partition("\n")
+    if _RETRACTED.search(rest):
+        return Answer(None, "the answer line is taken back")
     return box(line) or Answer(stated_value(line), "answer line")
 
 
@@ -170,6 +193,10 @@ def statement(text: str, ends_sentence: bool = False) -> Answer | None:
     if _DENIED.search(before) or re.match(r"[^.!\n]{0,60}\?", rest):
         return Answer(None, "the last statement denies, supposes or asks for an answer")
     value = stated_value(rest.strip().partition("\n")[0])
+    if _RETRACTED.search(rest.strip().partition("\n")[2]):
+        return Answer(None, "the last statement is taken back")
+    if value and re.match(_FOREIGN, mark[0], re.IGNORECASE):  # a decimal comma
+        value = re.sub(r"(?<=\d),(?=\d)", ".", value)
     if mark[0].startswith("####"):
         return Answer(value, "####")
     if ends_sentence and value is not None:
@@ -183,8 +210,8 @@ def whole_statement(text: str) -> Answer | None:
     return statement(text, ends_sentence=True)
 
 
-def last_sentence(text: str) -> str:
-    sentences = [part for part in re.split(r"(?<=[.!?])\s+|\n", text.strip()) if part.strip()]
+def last_sentence(text: str, strip: str | None = None) -> str:
+    sentences = [part for part in re.split(r"(?<=[.!?])\s+|\n", text.strip(strip)) if part.strip()]
     return sentences[-1] if sentences else ""
 
 
@@ -206,7 +233,7 @@ def alone(text: str) -> Answer | None:
 
 _HEDGE = re.compile(
     r"\b(?:or|maybe|perhaps|possibly|might|could be|either|not|unsure|guess|suppose|let|assume|doubt)\b"
-    r"|n't\b|[≠≤≥?]|\\(?:neq?|leq?|geq?)(?![a-z])|[<>!]=",
+    r"|\b(?:oder|ou|nicht|pas)\b|n't\b|[≠≤≥?]|\\(?:neq?|leq?|geq?)(?![a-z])|[<>!]=",
     re.IGNORECASE,
 )
 _CONDITIONAL = re.compile(r"\b(?:if|where|need)\b", re.IGNORECASE)
@@ -221,7 +248,9 @@ def is_hedged(sentence: str) -> bool:
 _REVOKED = re.compile(
     r"[.,\s]*(?:(?:no|wait|actually|hmm|sorry|or)\b|(?:hence|therefore|thus|so)\b.*\d)", re.IGNORECASE
 )
-_LIMITED = re.compile(r"\((?:wrong|incorrect|no)\)|\bat (?:most|least)\b|\bif\b|\bfor (?:even|odd)\b", re.IGNORECASE)
+_LIMITED = re.compile(
+    r"\((?:no|wrong|incorrect|(?:but|or|maybe) [^()]*)\)|\bat (?:most|least)\b|\bif\b|\bfor (?:even|odd)\b", re.I
+)
 
 
 def stated_value(line: str) -> str | None:

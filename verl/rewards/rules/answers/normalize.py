@@ -7,77 +7,19 @@ Words keep their place but are marked: `\text{cm}` becomes `"cm"`, so that a lat
 """
 
 import re
+import tomllib
 import unicodedata
+from pathlib import Path
 
-# Applied in this order. Each entry is (pattern, replacement).
-_REWRITES = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in [
-        # Delimiters of formulas, emphasis and layout.
-        (r"(?<!\\)\\[()\[\]](?![a-z])|\*\*(?!\d|[a-z(\[{])|`", " "),
-        (r"\\(?:left|right|big|Big|bigg|Bigg)(?:l|r|m)?(?=[^a-zA-Z]|\\)\.?", ""),
-        (r"(?<!\\)\\(?:displaystyle|textstyle|limits|nolimits|,|;|:|>|quad|qquad| |$)|~|(?<!\\)\\\n", " "),
-        (r",\\!\s*(?=\d{3})", ""),
-        (r"\\!|\\(?:no)?break\b|\\phantom\{[^{}]*\}|\\hspace\{[^{}]*\}", ""),
-        (r"\\(?:textcolor|color)\s*\{[^{}]*\}|\\(?:tiny|small|normalsize|large|Large|LARGE|huge)(?![a-z])", ""),
-        (r"\\(?:d|t|c)frac", r"\\frac"),
-        (r"\\(?:d|t)binom", r"\\binom"),
-        (r"\\(?:rm|bf|it|sf|tt|mathrm|mathbf)\s+([A-Za-z]+)", r"\\text{\1}"),
-        (r"\\(?:rm|bf|it|sf|tt)(?![a-z])", ""),
-        # Operators and symbols with several names.
-        (r"\\(?:lt|textless)(?![a-z])", "<"),
-        (r"\\(?:gt|textgreater)(?![a-z])", ">"),
-        (r"\\leq?(?:slant)?(?![a-zA-Z])|≤|⩽|<=|=<", r"\\le "),
-        (r"\\geq?(?:slant)?(?![a-zA-Z])|≥|⩾|>=|=>", r"\\ge "),
-        (r"\\neq?(?![a-zA-Z])|\\not\s*=|≠|!=", r"\\ne "),
-        (r"\\(?:approx|simeq|thickapprox)(?![a-zA-Z])|≈|≃", r"\\approx "),
-        (r"×", r"\\times "),
-        (r"·|⋅|∙", r"\\cdot "),
-        (r"÷", r"\\div "),
-        (r"±|\+/-|\+-", r"\\pm "),
-        (r'"?\b(?:negative|minus)"?\s+"?infinity\b"?', r"-\\infty "),
-        (r'"?(?<![\\A-Za-z])(?:positive"?\s+"?)?infinity\b"?', r"\\infty "),
-        (r"∞|\\infin(?![a-z])", r"\\infty "),
-        (r"∪", r"\\cup "),
-        (r"∩", r"\\cap "),
-        (r"∈|\\isin(?![a-z])", r"\\in "),
-        (r"∅|\\varnothing|\\emptyset|\\\{\s*\\\}", r"\\emptyset "),
-        (r"ℝ|\\(?:mathbb|mathbf|mathcal|Bbb)\s*\{?\s*R\s*\}?|\\reals?(?![a-z])", r"\\R "),
-        (r"π", r"\\pi "),
-        (r"√\s*\(", r"\\sqrt("),
-        (r"√\s*(\d+|[a-z])", r"\\sqrt{\1}"),
-        (r"\\degree(?:s)?(?![a-z])|\^\s*\{?\s*\\circ\s*\}?|°", r"\\degree "),
-        (r"\\(?:var)?epsilon", r"\\epsilon"),
-        (r"\\(?:l|r)vert(?![a-z])|\\mid(?![a-z])|\\vert(?![a-z])", "|"),
-        (r"\\langle|⟨", r"("),
-        (r"\\rangle|⟩", r")"),
-        (r"\\lbrace", r"\\{"),
-        (r"\\rbrace", r"\\}"),
-        (r"\\lbrack", "["),
-        (r"\\rbrack", "]"),
-        # Open intervals as ]0,1[, and half-open ones.
-        (r"\]([^\]\[(){},;]+[,;][^\]\[(){},;]+)(?=[\]\[])", r"(\1"),
-        (r"(?<=[(\[])([^\]\[(){},;]+[,;][^\]\[(){},;]+)\[", r"\1)"),
-        (r"\\[lcd]dots|\\dots|\.{3,}|…", r" \\dots "),
-        (r"\^\s*\{?\s*\"?(st|nd|rd|th)\"?\s*\}?", r'"\1"'),
-        (r"\{\s*:\s*\}", ":"),
-        (r"\\colon", ":"),
-        (r"\*\*", "^"),
-        # Arguments without braces.
-        (r"\\frac\s*(\d|[a-zA-Z]|\\pi)\s*(\d|[a-zA-Z]|\\pi)", r"\\frac{\1}{\2}"),
-        (r"\\frac\s*(\d|[a-zA-Z]|\\pi)\s*\{", r"\\frac{\1}{"),
-        (r"\\frac\s*(\{[^{}]*\})\s*(\d|[a-zA-Z]|\\pi)", r"\\frac\1{\2}"),
-        (r"\\frac\s+\{", r"\\frac{"),
-        (r"\\sqrt\s*(\d|[a-zA-Z])", r"\\sqrt{\1}"),
-        (r"(?<!\\)((?:\\\\)*)\\?\bsqrt\s*\(([^()]*)\)", r"\1\\sqrt{\2}"),  # after \\, a row begins
-        (r"\^\s*(-?\d{2,})", r"^{\1}"),
-        (r"\{?\s*([\dA-Za-z]+)\s*\\choose\s*([\dA-Za-z]+)\s*\}?", r"\\binom{\1}{\2}"),
-        # Thousands grouped by spaces, or by a comma in braces. A plain comma may also separate: see `join_thousands`.
-        (r"(?<=\d)\{,\}(?=\d{3})", ""),
-        (r"(?<![\d.,}])(?<![\d,] )([1-9]\d{0,2}(?: \d{3})+)(?![\d,]| \d)", lambda match: match[1].replace(" ", "")),
-    ]
-]
-_CJK = str.maketrans("、。", ",.")
+_REPLACEMENTS = {
+    "join digits": lambda match: re.sub("[., ]", "", match[0]),
+    "join decimal": lambda match: re.sub("[. ]", "", match[1]) + "." + match[2],
+}
+_BEFORE, _AFTER, PHRASES, UNIT_SPELLINGS = (
+    [(re.compile(pattern), _REPLACEMENTS.get(replacement, replacement)) for pattern, replacement in rows]
+    for rows in tomllib.loads((Path(__file__).parent / "spellings.toml").read_text(encoding="utf-8")).values()
+)
+_CJK = str.maketrans("、。∶", ",.:", "\u200b\u200c\u200d\u2060\ufeff")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _SUPERSCRIPT = re.compile("([⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+)")
 _VULGAR = re.compile("([0-9]?)[ ]?([¼-¾⅐-⅞])")
@@ -86,9 +28,9 @@ _QUOTED = re.compile(
     r"\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
 _UNIT_LETTERS = "mgshLNJWVAKFCT"
-_QUOTABLE = re.compile(r"[A-Za-z][A-Za-z'-]*(?:[.][A-Za-z][.]?)*")
+_QUOTABLE = re.compile(r"(?<![\\A-Za-z])[^\W\d_][^\W\d_'-]*(?:[.][A-Za-z][.]?)*")
 _FUNCTIONS = "arcsin arccos arctan sinh cosh tanh sin cos tan cot sec csc log ln exp lim max min gcd lcm det mod"
-_FUNCTION_WORD = re.compile(rf"(?<![\\A-Za-z])({'|'.join(_FUNCTIONS.split())})(?![A-Za-z])")
+_FUNCTION_WORD = re.compile(rf"(?<![\\A-Za-z\"])({'|'.join(_FUNCTIONS.split())})(?![A-Za-z])")
 _WORD = re.compile(r"(?<![\\A-Za-z\"])(?<!begin\{)(?<!end\{)[A-Za-z]{3,}(?![A-Za-z\"])")
 
 
@@ -100,11 +42,11 @@ def normalize(text: str) -> str:
     text = text.strip().replace("...", "…")
     if len(_DOLLAR.findall(text)) % 2 == 0:  # delimiters of formulas; an odd number has a currency sign
         text = _DOLLAR.sub(" ", text)
-    for pattern, replacement in _REWRITES[:5]:
+    for pattern, replacement in _BEFORE:
         text = pattern.sub(replacement, text)
     for _ in range(3):  # \text inside \textbf
         text = _QUOTED.sub(_quote, text)
-    for pattern, replacement in _REWRITES[5:]:
+    for pattern, replacement in _AFTER:
         text = pattern.sub(replacement, text)
     return " ".join(text.split()).rstrip(" .,;:").strip()
 

@@ -34,8 +34,9 @@ def split_elements(text: str) -> list[str]:
     r"""The elements of a list at the top level: `1, 2`, `1 or 2`, `1 \pm 2`, `\pm 3`, `x = 1, y = 2`."""
     elements = []
     for part in split_top(text, _COMMA):
-        if part.count("\\pm") == 1 and not WORD.search(part):
-            elements += [part.replace("\\pm", sign) for sign in ("+", "-")]
+        signs = re.findall(r"\\(?:pm|mp)(?![a-z])", part)
+        if len(signs) == 1 and not WORD.search(part):
+            elements += [part.replace(signs[0], sign) for sign in ("+", "-")]
         else:
             elements.append(part)
     elements = [re.sub(r"^\s*\+\s*", "", element).strip() for element in elements]
@@ -67,6 +68,9 @@ _MATRIX = re.compile(r"\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[a-z|]*\}
 
 def parse_rows(text: str) -> list[list[str]] | None:
     match = _MATRIX.fullmatch(text.strip())
+    if nested := re.fullmatch(r"\[\s*\[([^()]*)\]\s*\]", text.strip()):
+        rows = [row.split(",") for row in re.split(r"\]\s*,\s*\[", nested[1])]
+        return rows if len(set(map(len, rows))) == 1 and not re.search(r"[\[\]]", "".join(map("".join, rows))) else None
     if match is None:
         return None
     rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[2]) if row.strip()]

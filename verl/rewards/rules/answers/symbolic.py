@@ -79,7 +79,10 @@ def _equal(left: Any, right: Any) -> bool:
         return isinstance(left, Relational) and isinstance(right, Relational) and _equal_relations(left, right)
     if not (isinstance(left, sympy.Expr) and isinstance(right, sympy.Expr)):
         return left == right
-    values = [_same_value(a, b) for a, b in _at_points(left, right)]
+    pairs = _at_points(left, right)
+    if len(pairs) > 1 and not (left.has(sympy.I) or right.has(sympy.I)):  # where both are real, if they are somewhere
+        pairs = [pair for pair in pairs if not all(side.is_real is False for side in pair)] or pairs
+    values = [_same_value(a, b) for a, b in pairs]
     compared = [value for value in values if value is not None]
     return (bool(compared) and all(compared)) or (not compared and sympy.expand(left - right) == 0)
 
@@ -141,13 +144,13 @@ def _to_expression(text: str) -> str:
     """Write what the parser reads otherwise: mixed numbers, products of brackets, repeating decimals, degrees, primes.
 
     Raises:
-        ValueError: If two numbers stand beside each other, which the parser multiplies.
+        ValueError: If two numbers stand beside each other, which the parser multiplies, or a number has a prime.
     """
     text = _ANGLE.sub(r"(\\frac{\1\\pi}{180})", text)
     text = re.sub(r"\d*\.\d*(?:\\(?:overline|bar|dot)\{\d+\})", _fraction, text)
     text = re.sub(r"(?<![\d.}_^])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\\frac{\2}{\3})", text)
     text = re.sub(r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'p' * len(m[2])}}}", text)
-    if re.search(r"(?<![_\d.])[\d.]+\s+[\d.]|\\dots", text):
+    if re.search(r"(?<![_\d.])[\d.]+\s+[\d.]|\\dots|\d'", text):
         raise ValueError(f"not an expression: {text!r}")
     return re.sub(r"\)\s*(?=\()", r")\\cdot ", text).replace("\\R", "\\mathbb{R}")
 
