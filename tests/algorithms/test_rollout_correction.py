@@ -26,6 +26,9 @@ def test_icepop_zeroes_what_truncation_would_cut(level):
     close(weights, [[1.5, 0, 1], [0, 0.8, 0]] if level == "token" else [[0, 0, 0], [0, 0, 0]])  # products 4.5 and .4
     assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == (0.2 if level == "token" else 0.5)
     assert metrics["rollout_corr/rollout_is_ratio_fraction_low"] == (0.2 if level == "token" else 0.5)
+    # one bound: below its inverse is 0.5 alone; products 4.5 and 0.4 of the bound 2
+    _, metrics = correction.compute_rollout_correction_weights(X, MASK, level, 1.5 if level == "token" else 2.0)
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_low"] == (0.2 if level == "token" else 0.5)
 
 
 def test_normalisation_comes_after_the_truncation():
