@@ -26,6 +26,9 @@ def test_icepop_zeroes_what_truncation_would_cut(level):
     close(weights, [[1.5, 0, 1], [0, 0.8, 0]] if level == "token" else [[0, 0, 0], [0, 0, 0]])  # products 4.5 and .4
     assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == (0.2 if level == "token" else 0.5)
     assert metrics["rollout_corr/rollout_is_ratio_fraction_low"] == (0.2 if level == "token" else 0.5)
+    # one bound: below its inverse is 0.5 alone; products 4.5 and 0.4 of the bound 2
+    _, metrics = correction.compute_rollout_correction_weights(X, MASK, level, 1.5 if level == "token" else 2.0)
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_low"] == (0.2 if level == "token" else 0.5)
 
 
 def test_normalisation_comes_after_the_truncation():
@@ -222,6 +225,14 @@ def test_measures_only_by_default():
     assert torch.equal(kept, MASK)
     assert metrics["rollout_corr/kl"] == pytest.approx(-(math.log(1.5) + math.log(3) + math.log(0.5 * 0.8)) / 5)
     assert all(math.isfinite(value) for value in metrics.values())
+    # log-perplexities of the rollout: (1 + 2 + 1) / 3 and (2 + 0.5) / 2; those of training are less by the mean of x
+    rollout, less = [4 / 3, 1.25], [math.log(4.5) / 3, math.log(0.4) / 2]
+    train = [a - b for a, b in zip(rollout, less)]
+    expected = {"rollout_ppl": [*map(math.exp, rollout)], "training_ppl": [*map(math.exp, train)]}
+    expected |= {"log_ppl_diff": less, "log_ppl_abs_diff": [*map(abs, less)]}
+    expected |= {"ppl_ratio": [math.exp(-value) for value in less]}
+    found = {name: metrics[f"rollout_corr/{name}"] for name in expected}
+    assert found == pytest.approx({name: sum(values) / 2 for name, values in expected.items()})
 
 
 def test_everything_at_once():

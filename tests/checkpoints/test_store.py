@@ -114,6 +114,10 @@ def test_a_thread_that_still_writes_leaves_nothing_of_a_discarded_checkpoint(tmp
 def test_full_disk_keeps_what_was_there(tmp_path):
     store = CheckpointStore(tmp_path, keep=1)
     save(store, 1)
+    with pytest.raises(DiskFullError, match="needs more than 5 KiB"), store.writing(2) as folder:
+        (folder / "optimizer.bin").write_bytes(bytes(5 << 10))  # larger than the earlier checkpoint already
+        (folder / "model.bin").symlink_to("/dev/full")
+        (folder / "model.bin").write_text("x")
     with pytest.raises(DiskFullError, match="step 2, which needs 2 KiB") as caught, store.writing(2) as folder:
         (folder / "model.bin").symlink_to("/dev/full")
         try:

@@ -130,8 +130,9 @@ def test_tool_calls_of_any_form_are_rendered_once(write, chat_tokenizer, argumen
 
 
 @pytest.mark.parametrize("arguments", [{"city": "P", "n": None}, '{"city": "P", "n": null}'])
-def test_a_template_that_reads_arguments_as_text(chat_tokenizer, arguments):
-    chat_tokenizer.chat_template = TEXT
+@pytest.mark.parametrize("operator", ["+", "~"])  # of an object, "+" fails and "~" writes what is not JSON
+def test_a_template_that_reads_arguments_as_text(chat_tokenizer, arguments, operator):
+    chat_tokenizer.chat_template = TEXT.replace("name + c", f"name {operator} c")
     rows = [{"messages": [ASK, say(None, tool_calls=[call(arguments)])]}]
     assert trained(chat_tokenizer, rows) == ['add{"city": "P", "n": null}<|im_end|>']
 

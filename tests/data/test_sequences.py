@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from verl.data.sequences import build_sequences, position_ids_of
+from verl.data.sequences import build_sequences, concat_sequences, position_ids_of
+from verl.protocol import DataProto
 
 
 def test_two_rows_by_hand():
@@ -50,6 +51,19 @@ def test_real_tokens_do_not_depend_on_the_widths():
 
 def test_position_ids_of():
     assert position_ids_of(torch.tensor([[0, 1, 1, 0]])).tolist() == [[0, 0, 1, 1]]
+
+
+def test_rows_of_two_widths_by_hand():
+    parts = []
+    for prompt, response in (([5], [1, 2]), ([6, 7], [3])):
+        tensors = build_sequences([prompt], [response], 9)
+        tensors["routed_experts"] = tensors["input_ids"][..., None, None].to(torch.int16)
+        parts.append(DataProto(tensors, {}))
+    out = concat_sequences(parts, 9)
+    assert out.batch["input_ids"].tolist() == [[9, 5, 1, 2], [6, 7, 3, 9]]
+    assert out.batch["attention_mask"].tolist() == [[0, 1, 1, 1], [1, 1, 1, 0]]
+    assert out.batch["routed_experts"].shape == (2, 4, 1, 1)
+    assert out.batch["routed_experts"].flatten().tolist() == [-1, 5, 1, 2, 6, 7, 3, -1]  # no expert at padding
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """SFTDataset: which tokens are trained, in chats and in plain pairs."""
 
+import copy
 import itertools
 import logging
 
@@ -161,15 +162,23 @@ def test_bad_rows_columns_and_settings_are_refused(write, chat_tokenizer, rows, 
 
 
 @pytest.mark.parametrize(
-    "row, message",
+    "rows, message",
     [
-        ({"messages": CHAT}, "the row is a chat, but the tokenizer has no chat template"),
-        ({"prompt": "a=", "response": "aXY"}, "loses text: 'aXY' decodes to"),
+        ([{"messages": CHAT}], "the row is a chat, but the tokenizer has no chat template"),
+        ([{"prompt": "a=", "response": "aXY"}], "loses text: 'aXY' decodes to"),
     ],
 )
-def test_rows_that_the_tokenizer_does_not_read(write, char_tokenizer, row, message):
+def test_rows_that_the_tokenizer_does_not_read(write, char_tokenizer, rows, message):
     with pytest.raises(ValueError, match=message):
-        SFTDataset(write("a.jsonl", [row]), char_tokenizer)
+        SFTDataset(write("a.jsonl", rows), char_tokenizer)
+
+
+def test_each_of_few_rows_is_decoded_without_an_unknown_token_too(write, char_tokenizer):
+    tokenizer = copy.deepcopy(char_tokenizer)
+    tokenizer.unk_token = None
+    rows = [{"prompt": "a=", "response": text} for text in ("a", "aX")]
+    with pytest.raises(ValueError, match=r"line 2.* loses text: 'aX'"):
+        SFTDataset(write("a.jsonl", rows), tokenizer)
 
 
 def test_the_config_may_be_a_section_or_a_mapping(write, char_tokenizer):

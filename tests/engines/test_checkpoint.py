@@ -1,5 +1,7 @@
 """A run resumes exactly, whatever is trained; which tensors are not saved; parts that a checkpoint does not have."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -51,6 +53,9 @@ def test_broken_tensors_are_those_with_a_value_beyond_its_limit():
 def test_a_schedule_that_was_not_saved_is_explained(tmp_path):
     torch.save({"steps": 3}, tmp_path / "extra.pt")
     assert load_extra(tmp_path) == {"steps": 3}
+    torch.save({"steps": Fraction(3)}, tmp_path / "extra.pt")  # an object is code that runs when it is read
+    with pytest.raises(ValueError, match=r"only tensors and plain values are read\): .*Fraction"):
+        load_extra(tmp_path)
     (tmp_path / "extra.pt").unlink()
     with pytest.raises(ValueError, match=r"no extra.pt .*was it saved without it \(save_contents\)"):
         load_extra(tmp_path)

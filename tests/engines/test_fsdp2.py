@@ -14,6 +14,7 @@ from transformers import (
     LlamaConfig,
     Phi3Config,
     PretrainedConfig,
+    Qwen2Config,
     Qwen3Config,
 )
 
@@ -33,7 +34,7 @@ from tests.engines.ranks import (
 )
 from verl.engines import sharding as engine_sharding
 from verl.engines.base import MicroBatching
-from verl.engines.parallel import planned_layers
+from verl.engines.parallel import planned_layers, sharded_layers
 from verl.model_merger.merge import MergeOptions, merge
 from verl.modeling.sequence_parallel import check_heads
 
@@ -306,6 +307,10 @@ def test_a_model_without_a_plan_or_with_another_is_refused_by_name(make, message
         planned_layers(make(), "Model")
 
 
-def test_heads_that_the_ranks_cannot_share_are_refused():
+def test_heads_and_widths_that_the_ranks_cannot_share_are_refused():
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(Qwen2Config(**SIZES | {"intermediate_size": 45}))
+    with pytest.raises(ValueError, match=r"size 2 does not divide the width 45 of layers\.0\.mlp\.gate_proj"):
+        sharded_layers(module, 2)
     with pytest.raises(ValueError, match="ulysses_sequence_parallel_size 4 does not divide the model's 6 attention"):
         check_heads(6, 4)

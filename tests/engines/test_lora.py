@@ -44,11 +44,11 @@ LORA = {"lora_rank": 3, "lora_alpha": 6}
 CONTENTS = ("model", "optimizer", "extra")
 
 
-@pytest.mark.parametrize("adapters", [LORA, {}])
-def test_non_finite_weights_are_refused_at_load(tmp_path, adapters):
+@pytest.mark.parametrize(("adapters", "value"), [(LORA, float("nan")), ({}, float("inf"))])
+def test_non_finite_weights_are_refused_at_load(tmp_path, adapters, value):
     path = save_model(qwen2(), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.1.mlp.down_proj.weight"][0, 1] = float("nan")
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 1] = value
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
         ValueError, match=r"NaN or infinite values in 1 of \d+ parameters, the first is model.layers.1.mlp"

@@ -1,6 +1,8 @@
 """What vLLM and SGLang have in common: sizes, arguments that are refused, what the installed package must have."""
 
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from verl.config import schema
 from verl.rollout import external
 from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.checks import check_images
-from verl.rollout.engine_copy import EngineCopy
+from verl.rollout.engine_copy import EngineCopy, EngineReceiver
 from verl.rollout.external import cache_bytes_per_token, check_engine_kwargs
 from verl.rollout.sglang import settings as sglang_settings
 from verl.rollout.traits import engine_traits
@@ -120,6 +122,16 @@ def test_deterministic_needs_native(engine):
     config = schema.RolloutConfig(name=engine, deterministic=True)
     with pytest.raises(ValueError, match=r"rollout\.deterministic needs .* set rollout\.name=native"):
         make_rollout_engine(engine, config, schema.ModelConfig(path="none"), env)
+
+
+def test_weights_that_were_released_are_not_used():
+    """The part of a receiver that needs no engine."""
+    requests = SimpleNamespace(exclusive=lambda caller, idle: nullcontext())
+    receiver = EngineReceiver(requests, SimpleNamespace(drop=lambda: None), dict, filled=True)
+    receiver.check_filled()
+    receiver.release()
+    with pytest.raises(ValueError, match="no weights: push them first"):
+        receiver.check_filled()
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ CASES = {
         dict(head_dim=8, sliding_window=6, layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
     ),
 }
-PROMPTS = [[5, 6, 7], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21], [40], [5, 6, 7], [61, 62, 63, 64, 65, 66]]
+PROMPTS = [[5, 6, 7], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21], [48], [5, 6, 7], [61, 62, 63, 64, 65, 66]]
 
 
 def model(case: str, dtype=torch.float32, **sizes) -> torch.nn.Module:

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from tests.rollout.mixtures import check_experts
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.factory import check_model
+from verl.rollout.native.generic import attention
 from verl.rollout.native.generic.layers import _clamp_steps
 from verl.rollout.request import SamplingParams, make_requests
 
@@ -199,6 +201,16 @@ def test_a_small_cache_runs_fewer_rows_at_once():
     assert largest_difference(module, sent, engine.generate(sent)) < BOUND
     with pytest.raises(ValueError, match=r"the KV cache has 1,000 bytes, but one row of \d+ tokens needs"):
         NativeRollout(module, cache_bytes=1000).generate(sent)
+
+
+def test_attention_of_some_queries_at_a_time(monkeypatch):
+    """Two query heads of a key head; with a softcap, which is too large to matter, it is not torch's function."""
+    query, key, value = (torch.randn(3, heads, 5, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    options = attention.Scores(scaling=0.3, softcap=1e9)
+    expected = scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3, enable_gqa=True)
+    for scores in (1, 2 * 3 * 4 * 5, 1 << 20):  # one query, two, or all of them
+        monkeypatch.setattr(attention, "_SCORES", scores)
+        torch.testing.assert_close(attention.causal_attention(query, key, value, None, options), expected)
 
 
 @pytest.mark.parametrize(

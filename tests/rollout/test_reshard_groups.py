@@ -1,11 +1,15 @@
 """The groups of the 3D-HybridEngine, and the table of its paper, for every layout of up to 64 ranks."""
 
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.hybrid_groups import HybridGroups
+from verl.config import schema
 from verl.utils.shards import Box
+from verl.workers.rollout.methods import rollout_env
 
 
 def layouts(ranks: int):
@@ -68,6 +72,15 @@ def test_the_example_of_the_paper():
     # ranks 1, 2, 5 and 6 (counted from 0) have disjoint shards in the vanilla grouping
     assert [r for r in range(8) if holds(vanilla, r).intersect(needs(vanilla, r)) is None] == [1, 2, 5, 6]
     assert [groups.communication for groups in (vanilla, strided)] == [Fraction(3, 4), Fraction(1, 4)]
+    training = schema.EngineConfig(tensor_parallel_size=4)
+    for engine, groups in (("native", strided), ("vllm", vanilla)):  # vLLM starts the ranks of a group by itself
+        config, tp_ranks = schema.RolloutConfig(name=engine, tensor_model_parallel_size=2), {}
+        for rank in range(8):
+            worker = SimpleNamespace(
+                rank=rank, local_rank=rank, world_size=8, rank_env=SimpleNamespace(local_world_size=8)
+            )
+            tp_ranks[rank] = rollout_env(worker, config, torch.device("cpu"), 0, None, training).tp_rank
+        assert [[tp_ranks[rank] for rank in group] for group in groups.rank_groups("generation_tp")] == [[0, 1]] * 4
 
 
 @pytest.mark.parametrize(("sizes", "text"), [((2, 4, 1, 2, 3), "tensor.* 4, found 3"), ((2, 4, 1, 4, 4), "pipeline")])

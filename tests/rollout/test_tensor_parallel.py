@@ -299,6 +299,12 @@ def test_the_experts_of_two_ranks_add_up_to_those_of_the_model():
         return read_decoder(own, tp=tp).layers[0].experts
 
     x, whole = torch.randn(6, module.config.hidden_size), experts_of(TensorParallel())
+    experts = module.model.layers[0].mlp.experts
+    shared, copied = (read_decoder(module, dtype).layers[0].experts for dtype in (None, torch.float64))
+    for name in ("gate_up", "down"):  # they are the parameters, unless these have another dtype
+        parameter = getattr(experts, f"{name}_proj")
+        assert getattr(shared, name).data_ptr() == parameter.data_ptr()
+        assert torch.equal(getattr(copied, name), parameter.double())
     chosen, weights = whole.route(x)
     parts = [experts_of(TensorParallel(rank, 2)).outputs(x, chosen, weights, torch.relu) for rank in range(2)]
     torch.testing.assert_close(sum(parts), whole.outputs(x, chosen, weights, torch.relu))

@@ -1,5 +1,6 @@
 """Worker groups of one worker, in this process."""
 
+import gc
 import traceback
 from types import SimpleNamespace
 
@@ -140,6 +141,10 @@ def test_roles_in_one_process():
     groups = colocate({"small": WorkerSpec(Scaler, {"scale": 1.0}), "large": WorkerSpec(Scaler, {"scale": 9.0})})
     assert [groups[r].multiply(batch(2)).batch["y"][1].item() for r in ("small", "large")] == [1.0, 9.0]
     assert repr(groups["large"]) == "LocalWorkerGroup(large, Scaler, world_size=1)"
+    pool = groups["small"]._pool
+    del groups["small"]  # a role ends with its group
+    gc.collect()
+    assert pool.roles == {"large"}
 
 
 def test_without_a_number_there_is_one_worker_in_this_process():

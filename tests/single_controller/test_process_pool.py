@@ -64,7 +64,10 @@ def test_processes_of_pools_are_forked_from_one_server(pair):
     """Their libraries are imported once; the random states and the number of threads are their own."""
     first = pair["actor"].facts()
     with LocalWorkerGroup(spec("Echo"), 2, timeout=60) as group:
-        second = group.facts()
+        second, call, begun = group.facts(), group.sleep(60), time.monotonic()
+    assert time.monotonic() - begun < 3, "processes with a running call are not waited for"
+    with pytest.raises(WorkerError, match="the group was shut down during the call"):
+        call.get()
     assert {f["server"] for f in first + second} <= server_pids() and len({f["pid"] for f in first + second}) == 4
     assert [len({f["draws"][i] for f in first + second}) for i in range(3)] == [4, 4, 4]
     assert [f["threads"] for f in first] == [int(f["OMP_NUM_THREADS"]) for f in first]

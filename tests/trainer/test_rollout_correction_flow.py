@@ -119,7 +119,11 @@ def test_bypass_with_reinforce_runs(settings):
     [
         ("rollout_rs=token_k1", [], "needs rollout_rs_threshold"),
         ("rollout_rs=token_k9 rollout_rs_threshold=2", [], "no rollout_rs is called 'token_k9'"),
-        ("rollout_is=token rollout_is_threshold=0", [], "expected a number above 0"),
+        (
+            "rollout_is=token rollout_is_threshold=0",
+            [],
+            r"correction\.rollout_is_threshold: .*: expected a number above 0",
+        ),
         ("bypass_mode=true rollout_is=token", [], "already is the importance weight"),
         ("bypass_mode=true loss_type=reinforce rollout_is_batch_normalize=true", [], "no weights are computed for the"),
         ("rollout_is=token", [f"{LOSS}=decoupled_ppo"], "does not take rollout_is_weights"),

@@ -227,7 +227,8 @@ def test_a_resumed_run_has_the_best_of_an_uninterrupted_one(kept, chosen, tmp_pa
         best.unlink(missing_ok=True)
         scripted(LocalPPOTrainer(overrides=[*plain, f"trainer.total_training_steps={steps}"]), SERIES).fit()
     assert steps_in(tmp_path / "run") == ([3, 6] if kept else [2, 3, 4, 6])  # 1 was superseded, and was not due
-    assert json.loads(best.read_text())["step"] == 3
+    record = json.loads(best.read_text())
+    assert record["step"] == 3 and not record["saved_as_best"], "of a lost record, a later best deletes nothing"
 
 
 @pytest.mark.parametrize(("mode", "step"), [("auto", 1), ("min", 2)])
