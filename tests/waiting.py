@@ -6,7 +6,7 @@ from collections.abc import Callable
 import psutil
 
 
-def wait_until(reached: Callable[[], object], seconds: float = 20) -> None:
+def wait_until(reached: Callable[[], object], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < deadline
