@@ -118,7 +118,6 @@ def command_of(script: Path, home: Path, *further: str, **env: str) -> tuple[str
     "*rloo*",
     "*seq_balance*",
     "examples/sft*",
-    "verl/recipe/dapo*",
     "verl/recipe/prime*",
     "verl/recipe/gkd*",
     "*sppo*",
@@ -144,7 +143,9 @@ def test_the_script_builds_a_trainer(script, home, tmp_path, monkeypatch, caplog
 
 
 # a step of the algorithms of the other scripts is in tests/recipe and tests/golden
-@pytest.mark.fast("*run_calculator*", "examples/grpo_trainer/run_qwen2_5_vl-7b.sh", "examples/ppo_trainer/run_gsm8k*")
+@pytest.mark.fast(
+    "*dapo*", "*run_calculator*", "examples/grpo_trainer/run_qwen2_5_vl-7b.sh", "examples/ppo_trainer/run_gsm8k*"
+)
 @pytest.mark.parametrize("script", TRAINING, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_script_trains(script, home, tmp_path):
     further = [*run_to(tmp_path), *SMALL]
