@@ -126,7 +126,8 @@ def log_level_as_it_was():
     package = logging.getLogger("verl")
     before = package.level
     yield
-    package.setLevel(before)
+    if package.level != before:  # setting it clears the caches of all loggers
+        package.setLevel(before)
 
 
 #: entries of the list of metrics that take any name, for custom losses and agent loops

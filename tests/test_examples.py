@@ -118,6 +118,11 @@ def command_of(script: Path, home: Path, *further: str, **env: str) -> tuple[str
     "*rloo*",
     "*seq_balance*",
     "examples/sft*",
+    "verl/recipe/prime*",
+    "verl/recipe/gkd*",
+    "*sppo*",
+    "*remax*",
+    "verl/recipe/dpo*",
 )
 @pytest.mark.parametrize(
     "script", [path for path in SCRIPTS if path not in TRAINS_NOTHING], ids=lambda path: str(path.relative_to(ROOT))
@@ -137,16 +142,9 @@ def test_the_script_builds_a_trainer(script, home, tmp_path, monkeypatch, caplog
     assert trainer.config.trainer.default_local_dir == str(tmp_path)  # the end of the command line counts
 
 
+# a step of the algorithms of the other scripts is in tests/recipe and tests/golden
 @pytest.mark.fast(
-    "*dapo*",
-    "*prime*",
-    "*gkd*",
-    "*sppo*",
-    "*run_calculator*",
-    "examples/grpo_trainer/run_qwen2_5_vl-7b.sh",
-    "examples/ppo_trainer/run_gsm8k*",
-    "*remax*",
-    "*dpo*",
+    "*dapo*", "*run_calculator*", "examples/grpo_trainer/run_qwen2_5_vl-7b.sh", "examples/ppo_trainer/run_gsm8k*"
 )
 @pytest.mark.parametrize("script", TRAINING, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_script_trains(script, home, tmp_path):

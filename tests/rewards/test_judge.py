@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from inspect import isawaitable
 
 import pytest
 from starlette.applications import Starlette
@@ -34,7 +35,8 @@ class Endpoint:
         self.most = max(self.most, self.running)
         try:
             if callable(reply) and not isinstance(reply, Response):
-                reply = await reply(self.requests[-1][0])
+                reply = reply(self.requests[-1][0])
+                reply = await reply if isawaitable(reply) else reply
             if isinstance(reply, Response):
                 return reply
             usage = {"prompt_tokens": 100, "completion_tokens": 10}
@@ -186,7 +188,7 @@ def test_settings_that_are_missing_or_unknown(settings, message):
 
 
 async def late(_):
-    await asyncio.sleep(0.4)
+    await asyncio.sleep(2)
     return "Score: 10"
 
 
@@ -205,13 +207,14 @@ TRANSIENT = {
 @pytest.mark.parametrize("kind", TRANSIENT)
 def test_transient_failures_are_retried(kind, endpoint):
     endpoint.replies = [TRANSIENT[kind], TRANSIENT[kind], "Score: 10"]
-    judge = Judge(endpoint.url, "m", timeout=0.2, retries=2)
+    timeout = 0.5 if kind == "timeout" else 30.0
+    judge = Judge(endpoint.url, "m", timeout=timeout, retries=2)
     assert ask(judge)["score"] == 1.0 and len(endpoint.requests) == 3
     waits = [after - before for before, after in zip(endpoint.times, endpoint.times[1:])]
     assert waits[0] >= 0.015 and waits[1] >= 0.03  # 0.02 and 0.04, by 25 % less at most
     endpoint.replies = [TRANSIENT[kind]]
     with pytest.raises(JudgeError, match="2 attempts failed; the last: "):
-        ask(Judge(endpoint.url, "m", timeout=0.2, retries=1))
+        ask(Judge(endpoint.url, "m", timeout=timeout, retries=1))
 
 
 def test_the_endpoint_says_how_long_to_wait(endpoint):
@@ -305,19 +308,24 @@ def manager(endpoint, **settings):
     return NaiveRewardManager(Letters(), function, **settings)
 
 
-async def count(body):
-    """Grades by the number of a, after all requests have come."""
-    await asyncio.sleep(0.1)
+def count(body):
+    """Grades by the number of a."""
     text = body["messages"][0]["content"].partition("<response>")[2].partition("</response>")[0]
     return f"Score: {text.count('a')}" if "x" not in text else "no idea"
 
 
 def test_responses_are_graded_at_the_same_time(endpoint):
-    endpoint.replies = [count]
+    async def after_all_have_come(body):
+        while endpoint.most < most:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)  # for one more than that
+        return count(body)
+
+    endpoint.replies, most = [after_all_have_come], 4
     result = manager(endpoint)(batch("aab", "bbb", "aaa", "ab"), return_dict=True)
     assert result["reward_tensor"].sum(1).tolist() == pytest.approx([0.2, 0.0, 0.3, 0.1])
     assert result["reward_extra_info"]["judge_prompt_tokens"] == [100] * 4 and endpoint.most == 4
-    endpoint.most = 0
+    endpoint.most, most = 0, 2
     manager(endpoint, max_concurrency=2)(batch("aab", "bbb", "aaa", "ab"))
     assert endpoint.most == 2
 

@@ -276,14 +276,14 @@ def test_a_function_without_address_has_no_deadline_outside_the_main_thread(toke
 
 @pytest.mark.parametrize("inside_a_loop", [False, True])
 def test_async_calls_run_concurrently(tokenizer, inside_a_loop):
-    scored, batch = manager_for(tokenizer, "slow_judge"), make_batch(["a"] * 20)
+    scored, batch = manager_for(tokenizer, "slow_judge"), make_batch(["a"] * 100)
 
     async def call():
         return scored(batch)
 
     begun = time.monotonic()
     reward = asyncio.run(call()) if inside_a_loop else scored(batch)
-    assert reward.sum() == 20.0 and time.monotonic() - begun < 2.0  # sequentially: 4 s
+    assert reward.sum() == 100.0 and time.monotonic() - begun < 20 * 0.9  # one after another: 20 s
 
 
 def test_async_calls_time_out_even_if_one_blocks_the_loop(tokenizer, monkeypatch):

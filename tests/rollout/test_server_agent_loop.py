@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 import verl.agents.loop as agent_loop
 from examples.quickstart.tiny_model import tiny_model
+from tests.waiting import wait_until
 from verl.agents import Prompt, Trajectory, make_agent_loop
 from verl.config import schema
 from verl.rollout.request import Completion, Request, SamplingParams
@@ -226,6 +226,8 @@ def test_the_response_length_limits_the_trajectory(tokenizer):
 
 
 def test_one_agent_that_fails_does_not_stop_the_others(tokenizer):
+    hang = threading.Event()
+
     def act(client, sample):
         index = sample["extra_info"]["index"]
         if index == 0:
@@ -237,10 +239,11 @@ def test_one_agent_that_fails_does_not_stop_the_others(tokenizer):
         if index == 2:
             raise SystemExit(3)
         if index == 3:
-            time.sleep(3)
+            hang.wait(60)
         return index
 
-    found = run(tokenizer, Policy(tokenizer), act, samples=5, timeout=1.5, failure_score=-1)
+    found = run(tokenizer, Policy(tokenizer), act, samples=5, timeout=4, failure_score=-1)
+    hang.set()
     assert [t.info["agent_score"] for t in found] == [-1, -1, -1, -1, 4]
     errors = [t.info["agent_error"] for t in found]
     assert "no idea" in errors[0] and "'a text'" in errors[1] and "SystemExit(3)" in errors[2]
@@ -274,14 +277,14 @@ def test_a_call_that_runs_at_the_time_limit_is_cancelled(tokenizer):
 
 
 def test_calls_after_the_end_and_concurrent_calls_are_refused(tokenizer):
-    kept = []
+    kept, policy = [], Policy(tokenizer, seconds=2)
 
     def act(client, sample):
         kept.append(str(client.base_url))
         with openai.OpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0) as second:
             thread = threading.Thread(target=lambda: say(client, START))
             thread.start()
-            time.sleep(0.2)
+            wait_until(lambda: policy.requests)
             with pytest.raises(openai.ConflictError, match="another call of this episode is running"):
                 say(second, START)
             thread.join()
@@ -290,7 +293,7 @@ def test_calls_after_the_end_and_concurrent_calls_are_refused(tokenizer):
             assert error.value.status_code == 410
         return 1
 
-    (trajectory,) = run(tokenizer, Policy(tokenizer, seconds=0.5), act)
+    (trajectory,) = run(tokenizer, policy, act)
     assert trajectory.info == {"agent_score": 1, "agent_error": None, "agent_info": {}, "num_turns": 2}
 
 

@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from examples.quickstart.tiny_model import tiny_model
+from tests.waiting import wait_until
 from verl.cli.serve import load
 from verl.rollout.request import Completion, Request
 from verl.server import http as server_module
@@ -253,8 +254,7 @@ def test_a_server_that_stops_does_not_wait_for_bodies(served):
     server = ServerThread(make_app(served[1], KEY, generator=EngineLoop(served[0])))
     server._server.config.timeout_graceful_shutdown = 60
     connections = [connect(server, data) for data in (HALF_BODY, HALF_HEAD, b"") for _ in range(5)]
-    while len(server._server.server_state.connections) < 15:
-        time.sleep(0.01)
+    wait_until(lambda: len(server._server.server_state.connections) >= 15)
     start = time.monotonic()
     server.close()
     assert time.monotonic() - start < 20
@@ -287,10 +287,7 @@ def test_calls_that_are_cancelled_before_they_are_tokenized(served, monkeypatch,
             list(clients.map(leave, range(12)))
         # the threads for large prompts are all busy: a small one does not wait for them
         assert httpx.post(url, json=CHAT, headers=HEADERS, timeout=60).is_success
-        deadline = time.monotonic() + 60
-        while caplog.text.count("disconnected before its call was started") < 12:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: caplog.text.count("disconnected before its call was started") >= 12)
     finally:
         end.set()
     assert httpx.post(url, json=CHAT, headers=HEADERS, timeout=60).is_success
@@ -334,20 +331,14 @@ def test_500_streams_at_once_and_cancelled_ones_free_their_slots(served):
     engine, _, server = served
     assert all(chunks >= 2 for chunks in run_streams(server, 500, None))
     assert run_streams(server, 300, 1) == [1] * 300
-    deadline = time.monotonic() + 60
-    while engine._batch.is_busy() or server._server.server_state.connections:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not (engine._batch.is_busy() or server._server.server_state.connections))
     assert httpx.post(f"{server.url}/v1/completions", json=PROMPT, headers=HEADERS, timeout=60).is_success
 
 
 @pytest.mark.slow
 def test_5000_requests_without_growth(served):
     def resources() -> tuple[int, int, int]:
-        deadline = time.monotonic() + 60
-        while served[2]._server.server_state.connections:  # of the clients that have just left
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not served[2]._server.server_state.connections)  # of the clients that have just left
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") >> 20, len(os.listdir("/proc/self/fd")), threading.active_count()
 

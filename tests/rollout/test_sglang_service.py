@@ -4,13 +4,13 @@ import asyncio
 import os
 import sys
 import threading
-import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
+from tests.waiting import wait_until
 from verl.config import schema
 from verl.rollout.base import RolloutEnv
 from verl.rollout.engine_copy import EngineCopy
@@ -116,8 +116,7 @@ def test_an_abort_right_after_the_submission_is_not_lost(service, engine):
         service.abort(lambda request: True)
         assert waiting.result(10).finish_reason == "abort"
     waiting = service.submit(Request([100], SamplingParams(10**6, ()), 0, "a"))
-    while not engine.running:
-        time.sleep(0.001)
+    wait_until(lambda: engine.running)
     service.abort(lambda request: True)
     assert waiting.result(10).finish_reason == "abort" and len(ignored) > 2
 
@@ -184,8 +183,7 @@ def test_a_response_of_other_weights_is_an_error(service, engine):
 def test_an_exclusive_call_waits_for_running_requests_and_holds_back_new_ones(service, engine):
     engine.held = True
     long = service.submit(Request([1], SamplingParams(3000, ()), 0, "a"))
-    while not engine.running:
-        pass
+    wait_until(lambda: engine.running)
     with pytest.raises(ValueError, match=r"sleep\(\) was called while requests are running"):
         service.exclusive("sleep()", idle=True).__enter__()
     engine.held = False

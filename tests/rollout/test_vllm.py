@@ -19,6 +19,7 @@ from transformers import LlamaConfig
 from tests.rollout.asynchronous_runs import grpo_reports, model_folder
 from tests.rollout.canary_check import check_canary
 from tests.trainer.conftest import run_settings
+from tests.waiting import wait_until
 from verl.config import schema
 from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.engine_copy import EngineCopy
@@ -109,8 +110,7 @@ def test_a_stop_string_ends_the_request_in_the_engine_too(stepper, engine):
     completion = ended.future.result(10)
     assert (completion.token_ids, completion.finish_reason) == ([100, 101, 102, 103], "stop")
     assert len(other.future.result(10).token_ids) == 20
-    while stepper.is_busy():
-        pass
+    wait_until(lambda: not stepper.is_busy())
     assert not engine.running
 
 
@@ -137,8 +137,7 @@ def test_abort_and_cancel_end_requests_with_their_tokens(stepper, engine):
     completion = long.future.result(10)
     assert completion.finish_reason == "abort" and completion.token_ids[:3] == [100, 101, 102]
     assert len(completion.log_probs) == len(completion.token_ids) >= 20
-    while stepper.is_busy():
-        pass
+    wait_until(lambda: not stepper.is_busy())
     assert not engine.running
 
 
@@ -157,8 +156,7 @@ def test_an_error_of_the_engine_reaches_every_request_and_the_next_ones_run(step
     for each in jobs:
         with pytest.raises(RuntimeError, match="out of memory"):
             each.future.result(10)
-    while engine.running:
-        pass
+    wait_until(lambda: not engine.running)
     engine.error = None
     again = job(3, 2)
     stepper.submit([again])
@@ -168,8 +166,7 @@ def test_an_error_of_the_engine_reaches_every_request_and_the_next_ones_run(step
 def test_what_runs_between_steps_sees_the_running_requests(stepper, engine):
     long = job(1, 10**9)
     stepper.submit([long])
-    while not long.token_ids:
-        pass
+    wait_until(lambda: long.token_ids)
     with stepper.exclusive("a push") as running:
         before = len(long.token_ids)
         assert running == [long] and not threading.Event().wait(0.05) and len(long.token_ids) == before
@@ -178,8 +175,7 @@ def test_what_runs_between_steps_sees_the_running_requests(stepper, engine):
         stepper.exclusive("sleep()", idle=True),
     ):
         pass
-    while len(long.token_ids) == before:
-        pass
+    wait_until(lambda: len(long.token_ids) != before)
     stepper.abort(lambda request: True)
     assert long.future.result(10).finish_reason == "abort"
 

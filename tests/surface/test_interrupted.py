@@ -13,15 +13,11 @@ from tests.trainer.conftest import run_settings
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow  # fast: signals in tests/trainer/test_saving.py, processes in tests/single_controller
 @pytest.mark.parametrize(
-    ("number", "processes", "word"),
-    [
-        pytest.param(signal.SIGINT, 1, "SIGINT", marks=pytest.mark.slow),
-        (signal.SIGTERM, 1, "SIGTERM"),
-        pytest.param(signal.SIGINT, 2, "SIGINT", marks=pytest.mark.slow),
-    ],
+    ("number", "processes"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)], ids=str
 )
-def test_a_stopped_run_says_from_which_checkpoint_it_resumes(tiny, tmp_path, number, processes, word):
+def test_a_stopped_run_says_from_which_checkpoint_it_resumes(tiny, tmp_path, number, processes):
     out = tmp_path / "run"
     settings = [*run_settings(tiny, out), "trainer.total_training_steps=100000", "trainer.save_freq=2"]
     settings += [f"trainer.n_gpus_per_node={processes}", "trainer.max_actor_ckpt_to_keep=1"]
@@ -39,7 +35,7 @@ def test_a_stopped_run_says_from_which_checkpoint_it_resumes(tiny, tmp_path, num
     output.close()
     assert run.wait(60) == 128 + number, "".join(lines) + rest
     last = rest.strip().splitlines()[-1]
-    assert last.startswith(f"stopped by {word} after step ")
+    assert last.startswith(f"stopped by {number.name} after step ")
     assert f"the same command resumes from {out}/global_step_" in last
     assert "Traceback" not in rest, rest
     assert not psutil.wait_procs(children, timeout=10)[1]

@@ -153,7 +153,8 @@ SNIPPETS_WITH_VLLM = {
 }
 
 
-@pytest.mark.fast("config.yaml")
+# without vLLM there is one message: tests/config/test_config_aliases.py
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 @pytest.mark.parametrize("name", SNIPPETS_WITH_VLLM)
 def test_the_snippets_with_vllm(name, workplace):
     from examples.quickstart.tiny_model import tiny_model
@@ -165,11 +166,6 @@ def test_the_snippets_with_vllm(name, workplace):
     few = ["data.max_response_length=6", "trainer.total_epochs=1", "trainer.log_operators=true"]
     commands = {"ppo_config.yaml": ["-m", "verl.cli.train", "--config", name, *few], "config.yaml": ["main.py"]}
     done = run_python(*commands[name], cwd=workplace)
-    if importlib.util.find_spec("vllm") is None:
-        assert done.returncode != 0 and done.stderr.count("'vllm' needs vLLM, which is not installed") == 1
-        assert "bash scripts/setup_vllm_cpu.sh .venv-vllm; or use native" in done.stderr
-        assert not list(workplace.rglob("metrics.jsonl"))
-        return
     assert done.returncode == 0, done.stderr
     lines = next(workplace.rglob("metrics.jsonl")).read_text().splitlines()
     steps = [json.loads(line) for line in lines]

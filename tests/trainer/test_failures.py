@@ -6,6 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.waiting import wait_until
 from verl.processes import fork_server
 from verl.single_controller import WorkerDied, WorkerError, WorkerTimeout
 from verl.trainer.local_trainer import LocalPPOTrainer
@@ -29,11 +30,8 @@ def break_run(settings: list[str], monkeypatch, phase: str, kind: str, *more: st
     with pytest.raises(WorkerError) as error:
         trainer.fit()
     seconds = time.monotonic() - start
-    deadline = time.monotonic() + 10
     before |= {psutil.Process(server.pid) for server in fork_server._servers.values()}  # they stay for the next run
-    while (left := set(psutil.Process().children(recursive=True)) - before) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left, left
+    wait_until(lambda: set(psutil.Process().children(recursive=True)) <= before)
     return error.value, seconds
 
 

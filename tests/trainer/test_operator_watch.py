@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from tests.waiting import wait_until
 from verl.dataflow import Operator
 from verl.trainer.guards import operator_watch
 from verl.trainer.guards.operator_watch import OperatorTimeout, OperatorWatch
@@ -29,10 +30,8 @@ def watch_of(trainer: LocalPPOTrainer) -> OperatorWatch:
 
 def wait_until_measured(trainer: LocalPPOTrainer, *operators: str) -> None:
     """The watch looks at intervals, and an operator that it has not seen has no limit."""
-    durations, end = watch_of(trainer)._durations, time.monotonic() + 60
-    while any(durations.limit(name).reason == "trainer.worker_timeout" for name in operators):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    limit = watch_of(trainer)._durations.limit
+    wait_until(lambda: all(limit(name).reason != "trainer.worker_timeout" for name in operators))
 
 
 def hang_at(step: int, trainer_of: list, seconds: float):

@@ -38,7 +38,7 @@ def test_a_wait_ends_with_the_result_the_error_or_the_limit():
         return [*found, never.cancelled(), time.monotonic() - start]
 
     value, cancelled, seconds = asyncio.run(run())
-    assert value == 7 and cancelled and 0.2 <= seconds < 2
+    assert value == 7 and cancelled and 0.2 <= seconds < 30
 
 
 def test_a_limit_does_not_count_pauses():
@@ -62,7 +62,7 @@ def test_a_limit_does_not_count_pauses():
         return time.monotonic() - start, times[1] - times[0], future.cancelled()
 
     seconds, paused, cancelled = asyncio.run(run())
-    assert paused > 0.5 and 0.3 + paused <= seconds < 3 and cancelled  # 0.1 + 0.7 + 0.2 if no timer is late
+    assert paused > 0.5 and 0.3 + paused <= seconds < 30 and cancelled  # 0.1 + 0.7 + 0.2 if no timer is late
 
 
 def test_cancelling_the_wait_cancels_the_future():

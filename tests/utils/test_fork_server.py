@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import verl
-from tests.waiting import gone
+from tests.waiting import gone, wait_until
 from verl.processes import fork_server
 from verl.processes.child import PythonProcess, describe_exit
 from verl.processes.fork_server import ForkServer, ForkServerError, server_for
@@ -133,8 +133,7 @@ def test_servers_that_start_a_process_are_not_idle(tmp_path, monkeypatch):
     ours, theirs = Pipe()
     with ThreadPoolExecutor(1) as executor:
         started = executor.submit(first.start, EVALUATOR, [theirs.fileno()], ENV, preload=["waits_for_a_file"])
-        while first.is_idle():
-            time.sleep(0.01)
+        wait_until(lambda: not first.is_idle())
         assert server_for(ENV | {"NUMBER": "0"}) is first and not second.is_alive()
         third = server_for(ENV | {"NUMBER": "2"})
         (tmp_path / "go").touch()

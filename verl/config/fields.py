@@ -198,11 +198,11 @@ class Aliases:
 
 
 def _renamed(key: str, table: Mapping[str, str]) -> str:
-    for old, new in table.items():
-        if key == old:
-            return _renamed(new, table)
-        if old.endswith(".*") and key.startswith(old[:-1]):
-            return _renamed(new[:-1] + key[len(old) - 1 :], table)
+    if key in table:
+        return _renamed(table[key], table)
+    for end in (i for i in reversed(range(len(key))) if key[i] == "."):
+        if (new := table.get(f"{key[:end]}.*")) is not None:
+            return _renamed(new[:-1] + key[end + 1 :], table)
     return key
 
 

@@ -83,7 +83,7 @@ def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool
         raise ValueError(
             f"{path!r}: transformers cannot read its config.json ({reason}): expected that of a model"
         ) from error
-    fields = config.to_dict()
+    fields = config.to_dict() if overrides else {}
     for name, value in overrides.items():
         if isinstance(fields.get(name), str) and fields[name] in ACT2FN and value not in ACT2FN:
             raise ValueError(f"override_config.{name}: there is no activation {value!r}: {did_you_mean(value, ACT2FN)}")

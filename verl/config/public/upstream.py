@@ -97,9 +97,9 @@ def ignored_key(key: str, schema: str | None, *, has_field: bool) -> UpstreamKey
     return entry if entry and entry.ignored else None
 
 
+@functools.lru_cache(4096)
 def _is_below_pattern(key: str) -> bool:
-    patterns = (pattern for pattern in _content()["patterns"] if key.split(".")[0] == pattern.split(".")[0])
-    return any(fnmatchcase(key, pattern) for pattern in patterns)
+    return any(key.split(".")[0] == each.split(".")[0] and fnmatchcase(key, each) for each in _content()["patterns"])
 
 
 def upstream_defaults(schema: str = "ppo") -> dict[str, Any]:
