@@ -70,16 +70,12 @@ FORMS = {
         ("print(input())", PRINTS_0, {"inputs": ["[1, 2]"], "outputs": ["[1, 2]"]}),
         ("print(input())", PRINTS_0, {"input": "[1.50]", "output": "[1.50]"}),
         ("print(input() + input())", PRINTS_0, {"inputs": [["a", "b"]], "outputs": [["ab"]]}),
-        ("print(99.9999999999)", "print(123456788.5)", {"inputs": ["1"], "outputs": ["100"]}),
         ("print(123456789.0)", "print(123456788.5)", {"inputs": ["1"], "outputs": ["123456789"]}),
     ],
     "APPS and TACO calls": [
         (F, F_0, {"fn_name": "f", "inputs": [[1], [2]], "outputs": [2, [3]]}),
         (METHOD, METHOD_0, {"fn_name": "f", "inputs": ["1"], "outputs": ["2"]}),
-        (METHOD, METHOD_0, {"function_name": "f", "inputs": [[1]], "outputs": [2]}),
         (METHOD, METHOD_0, {"starter_code": METHOD_0, "inputs": "[[1]]", "outputs": "[2]"}),
-        ("def f(x):\n    return 10.0**9", "def f(x):\n    return 10.0**9 + 1", {"fn_name": "f", "inputs": [[1]],
-                                                                           "outputs": [10**9]}),
         (F, F_0, {"fn_name": "f", "inputs": [{"x": 1}], "outputs": [2]}),
         ("def f(d):\n    return {k + 1: [True] for k in d}", F_0, {"fn_name": "f", "inputs": [[{"1": 0}]],
                                                                 "outputs": ['{"2": [true]}']}),
@@ -214,7 +210,6 @@ BAD_ROWS = {
     "empty outputs": ({"inputs": ["1"], "outputs": [" \n"]}, "all empty"),
     "no name": (FUNCTIONAL, "name of the function"),
     "arguments without a name": ({"inputs": [[1]], "outputs": [2]}, "name of the function"),
-    "inputs of no JSON": ({"entry_point": "f", "input": ["x = 1"], "output": ["2"]}, "Expecting value"),
     "null results": ({"fn_name": "f", "inputs": [[1], [2]], "outputs": [None, [None]]}, "all null"),
     "another language": ({"language": "cpp", "test_cases": [{"input": "1", "output": "2"}]}, "language 'cpp'"),
     "named files": ({"public_tests": {"input": ["1"], "output": ["2"]}, "input_file": "a.in"}, "file a.in"),
@@ -223,10 +218,7 @@ BAD_ROWS = {
     "arguments that are no list": ({"fn_name": "f", "inputs": [1], "outputs": [2]}, "list of arguments"),
     "a number": (5, "expected"),
     "no tests": ({"tests": []}, "expected"),
-    "a checker in C++": (
-        {**CODEFORCES, "checker": "#include <testlib.h>\nint main() {}"},
-        "checker that is not Python",
-    ),
+    "a checker in C++": ({**CODEFORCES, "checker": "#include <testlib.h>"}, "checker that is not Python"),
     "an interactive problem": ({**CODEFORCES, "interaction_format": "Print a guess."}, "interaction_format"),
     "files": ({**CODEFORCES, "input_mode": "file"}, "input_mode 'file'"),
     "lengths": ({"inputs": ["1", "2"], "outputs": ["1"]}, "equal length"),
@@ -262,8 +254,9 @@ def test_compressed_tests_are_one_text_and_nothing_is_unpickled(data, monkeypatc
 
 def test_by_data_source():
     """The reproduction of the report: it paid 1.0."""
-    program = f"```python\n{F_0}\n```"
-    assert default_compute_score("apps", program, "def test_f():\n    assert f(1) == 2\n")["score"] == 0
+    assert (
+        default_compute_score("apps", f"```python\n{F_0}\n```", "def test_f():\n    assert f(1) == 2\n")["score"] == 0
+    )
 
 
 # ---- wrong programs and what tests do with the verdict --------------------------------------------------------------
