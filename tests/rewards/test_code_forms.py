@@ -39,8 +39,7 @@ PRINTS, PRINTS_0 = "print(int(input()) + 1)", "input()\nprint(0)"
 F, F_0 = "def f(x):\n    return x + 1", "def f(x):\n    return 0"
 METHOD, METHOD_0 = (f"class Solution:\n    def f(self, x: Optional[int]):\n        return {r}" for r in ("x + 1", "0"))
 ON_STDIN = [{"input": "1\n", "output": "2\n", "testtype": "stdin"}, {"input": "5", "output": "6", "testtype": "stdin"}]
-FUNCTIONAL = [{"input": "1", "output": "2", "testtype": "functional"}]
-NAMED = {"metadata": json.dumps({"func_name": "f"})}
+FUNCTIONAL, NAMED = [{"input": "1", "output": "2", "testtype": "functional"}], {"metadata": '{"func_name": "f"}'}
 HUMANEVAL = {
     "prompt": "from typing import List\nimport math\n\ndef first(xs: List[int]):\n    return xs[0]\n\n"
     'def g(xs: List[int]) -> int:\n    """The first one and one more."""\n',
@@ -185,8 +184,7 @@ def test_the_page_lists_the_forms():
 
 # ---- rows that no program can fail, or pass -------------------------------------------------------------------------
 
-CODEFORCES = {"official_tests": [{"input": "1", "output": "2"}]}
-FIXTURE = "def test_f(nope):\n    assert f(1) == 2\n"
+CODEFORCES, FIXTURE = {"official_tests": [{"input": "1", "output": "2"}]}, "def test_f(nope):\n    assert f(1) == 2\n"
 BAD_ROWS = {
     "empty": ("", "call nothing"),
     "a comment": ("# f(1) is 2", "call nothing"),
@@ -218,7 +216,7 @@ BAD_ROWS = {
     "arguments that are no list": ({"fn_name": "f", "inputs": [1], "outputs": [2]}, "list of arguments"),
     "a number": (5, "expected"),
     "no tests": ({"tests": []}, "expected"),
-    "a checker in C++": ({**CODEFORCES, "checker": "#include <testlib.h>"}, "checker that is not Python"),
+    "a checker in C++": ({**CODEFORCES, "checker": "int main() {}"}, "checker that is not Python"),
     "an interactive problem": ({**CODEFORCES, "interaction_format": "Print a guess."}, "interaction_format"),
     "files": ({**CODEFORCES, "input_mode": "file"}, "input_mode 'file'"),
     "lengths": ({"inputs": ["1", "2"], "outputs": ["1"]}, "equal length"),
