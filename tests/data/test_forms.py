@@ -150,6 +150,36 @@ def test_the_page_has_the_results_of_every_form():
         assert evaluate.startswith("no" if truth in (NO_TRUTH, CHAT) else "yes"), form
 
 
+def test_a_chat_as_text_of_python_is_a_chat(path, chat_tokenizer):
+    """As pandas writes it to CSV. Without commas, as numpy writes it, it is an error."""
+    found = RLHFDataset(path({"prompt": str([USER]), "answer": "5"}), chat_tokenizer)[0]
+    assert found["raw_prompt"] == [USER]
+    with pytest.raises(ValueError, match="line 1: expected a chat as a list of messages or its JSON text"):
+        RLHFDataset(path({"prompt": f"[{USER} {TURN}]", "answer": "5"}), chat_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("column", "advice"),
+    [
+        ("document", "what it needs of it belongs into the prompt"),
+        ("Body", "what it needs of it belongs into the prompt"),
+        ("reasoning", "what it needs of it belongs into the prompt"),
+        ("function", "rename it to 'tools'"),
+        ("image", "set data.image_key"),
+        ("decoded_image", "set data.image_key"),
+        ("image_1", "set data.image_key"),
+        ("level", None),
+        ("data_source", ""),
+    ],
+)
+def test_columns_that_the_model_does_not_see_are_named(column, advice, path, chat_tokenizer, caplog):
+    caplog.set_level("INFO", "verl.data")
+    RLHFDataset(path({"question": "What is 2+3?", "answer": "5", column: "x"}), chat_tokenizer)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert all(repr(column) in text and advice in text for text in warnings) and len(warnings) == bool(advice)
+    assert (f"not shown to the model: {column}" in caplog.text) == (advice != "")
+
+
 def test_text_that_only_looks_like_a_chat_is_text():
     for text in ("[{", '[{"name": "f"}]', "[1, 2]", "plain"):
         assert as_messages(text) == text
@@ -170,6 +200,7 @@ BRIEF, CALL = {"role": "system", "content": "Be brief."}, {"name": "add", "argum
         ("MathQA", {"options": "a ) 4 , b ) 5"}, "a. 4\nb. 5"),
         ("CommonsenseQA", {"choices": LABELED}, "A. 4\nB. 5"),
         ("JSON text", {"choices": json.dumps(LIST)}, "A. 4\nB. 5"),
+        ("MMMU", {"options": str(LIST)}, "A. 4\nB. 5"),
         ("a chat", {"question": [USER], "choices": LIST}, "A. 4\nB. 5"),
         ("named in the chat", {"question": [{**USER, "content": "What is 2+3?\n4 or 5"}], "choices": LIST}, "4 or 5"),
         ("settings of a custom dataset", {"options": {"depth": 1}}, None),

@@ -107,7 +107,7 @@ def test_ground_truths_of_choices(truth, extra_info, letter):
 
 
 FRAGMENTS = ["answer is ", "answer: 1 ", "\\boxed{", "{", "(", "1,", "\\frac{", "a_", "<think>", "<answer>", "or "]
-FRAGMENTS += ["= 1 "]
+FRAGMENTS += ["= 1 ", "\\boxed{1} no, wait but ", "\\boxed{1} if a, ", "1.000."]
 FRAGMENTS += ["#### ", "$", "\\text{", "not 1 but ", "1 and ", "A or ", "(A) ", "x<", "1:", '"', "\\begin{pmatrix}"]
 
 

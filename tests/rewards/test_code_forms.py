@@ -39,8 +39,7 @@ PRINTS, PRINTS_0 = "print(int(input()) + 1)", "input()\nprint(0)"
 F, F_0 = "def f(x):\n    return x + 1", "def f(x):\n    return 0"
 METHOD, METHOD_0 = (f"class Solution:\n    def f(self, x: Optional[int]):\n        return {r}" for r in ("x + 1", "0"))
 ON_STDIN = [{"input": "1\n", "output": "2\n", "testtype": "stdin"}, {"input": "5", "output": "6", "testtype": "stdin"}]
-FUNCTIONAL = [{"input": "1", "output": "2", "testtype": "functional"}]
-NAMED = {"metadata": json.dumps({"func_name": "f"})}
+FUNCTIONAL, NAMED = [{"input": "1", "output": "2", "testtype": "functional"}], {"metadata": '{"func_name": "f"}'}
 HUMANEVAL = {
     "prompt": "from typing import List\nimport math\n\ndef first(xs: List[int]):\n    return xs[0]\n\n"
     'def g(xs: List[int]) -> int:\n    """The first one and one more."""\n',
@@ -70,16 +69,12 @@ FORMS = {
         ("print(input())", PRINTS_0, {"inputs": ["[1, 2]"], "outputs": ["[1, 2]"]}),
         ("print(input())", PRINTS_0, {"input": "[1.50]", "output": "[1.50]"}),
         ("print(input() + input())", PRINTS_0, {"inputs": [["a", "b"]], "outputs": [["ab"]]}),
-        ("print(99.9999999999)", "print(123456788.5)", {"inputs": ["1"], "outputs": ["100"]}),
         ("print(123456789.0)", "print(123456788.5)", {"inputs": ["1"], "outputs": ["123456789"]}),
     ],
     "APPS and TACO calls": [
         (F, F_0, {"fn_name": "f", "inputs": [[1], [2]], "outputs": [2, [3]]}),
         (METHOD, METHOD_0, {"fn_name": "f", "inputs": ["1"], "outputs": ["2"]}),
-        (METHOD, METHOD_0, {"function_name": "f", "inputs": [[1]], "outputs": [2]}),
         (METHOD, METHOD_0, {"starter_code": METHOD_0, "inputs": "[[1]]", "outputs": "[2]"}),
-        ("def f(x):\n    return 10.0**9", "def f(x):\n    return 10.0**9 + 1", {"fn_name": "f", "inputs": [[1]],
-                                                                           "outputs": [10**9]}),
         (F, F_0, {"fn_name": "f", "inputs": [{"x": 1}], "outputs": [2]}),
         ("def f(d):\n    return {k + 1: [True] for k in d}", F_0, {"fn_name": "f", "inputs": [[{"1": 0}]],
                                                                 "outputs": ['{"2": [true]}']}),
@@ -189,8 +184,7 @@ def test_the_page_lists_the_forms():
 
 # ---- rows that no program can fail, or pass -------------------------------------------------------------------------
 
-CODEFORCES = {"official_tests": [{"input": "1", "output": "2"}]}
-FIXTURE = "def test_f(nope):\n    assert f(1) == 2\n"
+CODEFORCES, FIXTURE = {"official_tests": [{"input": "1", "output": "2"}]}, "def test_f(nope):\n    assert f(1) == 2\n"
 BAD_ROWS = {
     "empty": ("", "call nothing"),
     "a comment": ("# f(1) is 2", "call nothing"),
@@ -214,7 +208,6 @@ BAD_ROWS = {
     "empty outputs": ({"inputs": ["1"], "outputs": [" \n"]}, "all empty"),
     "no name": (FUNCTIONAL, "name of the function"),
     "arguments without a name": ({"inputs": [[1]], "outputs": [2]}, "name of the function"),
-    "inputs of no JSON": ({"entry_point": "f", "input": ["x = 1"], "output": ["2"]}, "Expecting value"),
     "null results": ({"fn_name": "f", "inputs": [[1], [2]], "outputs": [None, [None]]}, "all null"),
     "another language": ({"language": "cpp", "test_cases": [{"input": "1", "output": "2"}]}, "language 'cpp'"),
     "named files": ({"public_tests": {"input": ["1"], "output": ["2"]}, "input_file": "a.in"}, "file a.in"),
@@ -223,10 +216,7 @@ BAD_ROWS = {
     "arguments that are no list": ({"fn_name": "f", "inputs": [1], "outputs": [2]}, "list of arguments"),
     "a number": (5, "expected"),
     "no tests": ({"tests": []}, "expected"),
-    "a checker in C++": (
-        {**CODEFORCES, "checker": "#include <testlib.h>\nint main() {}"},
-        "checker that is not Python",
-    ),
+    "a checker in C++": ({**CODEFORCES, "checker": "int main() {}"}, "checker that is not Python"),
     "an interactive problem": ({**CODEFORCES, "interaction_format": "Print a guess."}, "interaction_format"),
     "files": ({**CODEFORCES, "input_mode": "file"}, "input_mode 'file'"),
     "lengths": ({"inputs": ["1", "2"], "outputs": ["1"]}, "equal length"),
@@ -262,8 +252,9 @@ def test_compressed_tests_are_one_text_and_nothing_is_unpickled(data, monkeypatc
 
 def test_by_data_source():
     """The reproduction of the report: it paid 1.0."""
-    program = f"```python\n{F_0}\n```"
-    assert default_compute_score("apps", program, "def test_f():\n    assert f(1) == 2\n")["score"] == 0
+    assert (
+        default_compute_score("apps", f"```python\n{F_0}\n```", "def test_f():\n    assert f(1) == 2\n")["score"] == 0
+    )
 
 
 # ---- wrong programs and what tests do with the verdict --------------------------------------------------------------

@@ -107,3 +107,13 @@ def test_simple_responses_need_no_process(monkeypatch):
     for reference, answer in ((r"\frac{1}{2}", "0.5"), ("1/2", r"\frac12"), (r"50\%", "50"), ("2.50", r"\$2.5")):
         assert maths.is_equivalent(f"\\boxed{{{answer}}}", reference)
     assert not maths.is_equivalent("\\boxed{0.3}", r"\frac{1}{3}")
+
+
+def test_a_solution_without_a_box_is_named_once(caplog):
+    truth = "We add the two numbers. The sum is five."
+    for _ in range(2):
+        assert maths.math_reward("math500", "\\boxed{5}", truth)["score"] == 0.0
+    maths.math_reward("math500", "\\boxed{5}", "Add them. So it is $\\boxed{5}$.")
+    assert [r.getMessage() for r in caplog.records] == [
+        f"the ground truth {truth!r} is several sentences without a box: no answer equals it"
+    ]

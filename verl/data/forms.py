@@ -110,8 +110,8 @@ def note_columns(names: str, columns: Sequence[str], used: Mapping[str, str], co
     read = {use: name for use, names in companions.items() for name in names if name in columns}
     if read or not usual:
         logger.info("%s: %s", names, ", ".join(f"{use} from column {name!r}" for use, name in {**used, **read}.items()))
-    shown = {*used.values(), *read.values(), *_PLACED, config.image_key, config.video_key}
-    others = [name for name in columns if name not in shown]
+    visible = {*used.values(), *read.values(), *_PLACED, config.image_key, config.video_key}
+    others = [name for name in columns if name not in visible]
     for name in others:
         if name in _TOOLS:
             advice = "tools in the column %r are not shown to the model: rename it to 'tools'"

@@ -133,10 +133,10 @@ def _read_choice(text: str) -> str | None:
 def _as_choices(answer: str, reference: str) -> bool | None:
     """Several letters of choices: `ABD` is `A, B, D`, if one of the two is a list."""
     left, right = (re.sub(r'\b(?:and|or)\b|[\s",;.()]+', " ", text).split() for text in (answer, reference))
-    letters = ["".join(sorted(words)) for words in (left, right)]
+    letters = ["".join(sorted(parts)) for parts in (left, right)]
     if not all(re.fullmatch("[A-H]{2,8}", text) for text in letters) or {len(left), len(right)} == {1}:
         return None
-    is_unsorted = any(len(words) == 1 and words != [text] for words, text in zip((left, right), letters))
+    is_unsorted = any(len(parts) == 1 and parts != [text] for parts, text in zip((left, right), letters))
     return None if is_unsorted else letters[0] == letters[1] and not re.search(r"\bor\b", answer)
 
 

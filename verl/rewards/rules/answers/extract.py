@@ -64,7 +64,7 @@ def visible_text(text: str) -> str:
 # Between boxes of one answer: "\boxed{1} and $x = \boxed{2}$".
 _LISTED = re.compile(
     r"(?:[\s$,;&]|\\[(),;\[\] ]|\\q?quad|\\text\{\s*(?:and|or)\s*\}|and|or|else|even|either|maybe|possibly|perhaps"
-    r"|if [^.\n]{1,40},|\(?[a-z\d]\)|(?<=\n)\d\.|(?:option|case|part|answer)\s*\w?\s*:|[A-Za-z](?:_\w)?\s*=)*",
+    r"|if [^.,\n]{1,40},|\(?[a-z\d]\)|(?<=\n)\d\.|(?:option|case|part|answer)\s*\w?\s*:|[A-Za-z](?:_\w)?\s*=)*",
     re.IGNORECASE,
 )
 # Directly before a box: its sentence denies or supposes it; directly after: it asks.
@@ -75,7 +75,7 @@ _DENIED_BOX = re.compile(
 )
 # After an answer: it is taken back.
 _RETRACTED = re.compile(
-    r"(?:^|[.!?\n,]\s*)(?:(?:wait|no|but|actually|however|hmm|sorry|correction)\b[^.?!\n]{0,60}?)+"
+    r"(?:^|[.!?\n,]\s*)(?:wait|no|but|actually|however|hmm|sorry|correction)\b[^.?!\n]{0,80}?"
     r"(?:\b(?:wrong|incorrect|mistaken?|should be|answer is|disagree|instead)\b|\bit'?s (?!right|correct|ok)[^ ]+$)",
     re.IGNORECASE,
 )

@@ -15,9 +15,9 @@ _TABLES = tomllib.loads((Path(__file__).parent / "units.toml").read_text(encodin
 Unit = tuple[dict[str, int], Fraction]  # exponents of the dimensions, factor
 UNITS: dict[str, Unit] = {}
 for _scaled, (_prefix, (_long, _shift)) in product(_TABLES["scaled"], _TABLES["prefixes"].items()):
-    _symbol, *_words = _scaled["names"].split()
+    _symbol, *_names = _scaled["names"].split()
     _unit = (_scaled["dimensions"], Fraction(10) ** (_scaled["power"] + _shift))
-    UNITS |= dict.fromkeys([_prefix + _symbol, *(_long + word for word in _words)], _unit)
+    UNITS |= dict.fromkeys([_prefix + _symbol, *(_long + word for word in _names)], _unit)
 UNITS |= {
     name: ({dimension: 1}, Fraction(factor))
     for dimension, spellings in _TABLES["units"].items()
@@ -67,11 +67,11 @@ def _is_unit(text: str) -> bool:
         return True
     if names[0] in ("F", "C", "K"):
         return "\\degree" in text
-    are_units = all(name in UNITS and not _PRODUCT.fullmatch(name) for name in names)
+    are_units = all(name in UNITS and not _VARIABLES.fullmatch(name) for name in names)
     return are_units and (len(names[0]) > 1 or "/" in text)
 
 
-_PRODUCT = re.compile("[nuz].|c[^m]|k[sl]|m[^mglins]|[MG][A-Z]")  # rather a product of two variables than a unit
+_VARIABLES = re.compile("[nuz].|c[^m]|k[sl]|m[^mglins]|[MG][A-Z]")  # rather a product of two variables than a unit
 
 
 def unit_name(text: str) -> str:
@@ -117,7 +117,7 @@ def parse_compound(text: str) -> Unit | None:
     return units[0][0], sum(n * unit[1] for n, unit in zip(numbers, units))
 
 
-_NUMBERS = {word: i for words in _TABLES["words"].values() for i, word in enumerate(words.split())}
+_NUMBERS = {word: i for numbers in _TABLES["words"].values() for i, word in enumerate(numbers.split())}
 
 
 def parse_words(text: str) -> Fraction | None:
