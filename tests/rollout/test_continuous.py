@@ -6,7 +6,9 @@ import random
 import threading
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -134,6 +136,12 @@ def test_the_cache_grows_with_the_requests():
 
     found, expected = run_coroutine(run()), engine.generate(requests)
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+
+
+def test_the_cache_has_a_quarter_of_the_memory_that_is_available(monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=404))
+    with pytest.raises(ValueError, match="the KV cache has 101 bytes, but one row"):
+        make_engine("native").generate(mixed_requests(0))
 
 
 def test_steps_are_shared():

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.runs import fit, steps_in
+from tests.waiting import wait_until
 from verl.engines.checkpoint import ShardWriter
 from verl.trainer.base import StepReport
 from verl.trainer.guards.interruption import Stopped
@@ -105,6 +106,7 @@ def test_it_counts_when_all_of_it_is_written(settings, tmp_path, monkeypatch):
     trainer.on_step.append(look)
     trainer.fit()
     assert seen[0] == [".writing_global_step_1"]
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name.endswith("(report)")])
     assert names(run_folder) == ["global_step_1", "global_step_2", "global_step_3"]
 
 
