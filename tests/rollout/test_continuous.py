@@ -153,6 +153,23 @@ def test_steps_are_shared():
     assert engine.stats.steps == 7  # the first token is that of the prefill
 
 
+def test_requests_that_arrive_together_join_a_running_batch():
+    """Seven requests of 30 tokens a few steps after the first: about 35 steps, not 30 more for some of them."""
+    engine, requests = (
+        make_engine("native"),
+        make_requests([[i] for i in range(8)], SamplingParams(30, (), ignore_eos=True)),
+    )
+
+    async def run() -> None:
+        first = asyncio.ensure_future(engine.generate_one(requests[0]))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        await asyncio.gather(first, *map(engine.generate_one, requests[1:]))
+
+    run_coroutine(run())
+    assert engine.stats.steps < 50
+
+
 def test_other_sampling_parameters_wait_for_a_batch_of_their_own():
     base = SamplingParams(12, (3,))
     params = [base, replace(base, temperature=0.5), replace(base, temperature=0), replace(base, top_k=3)]
