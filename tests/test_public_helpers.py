@@ -275,7 +275,7 @@ def test_the_settings_of_a_model_folder(tmp_path):
 
 def test_one_rank_has_the_whole_sequence(monkeypatch):
     ids = torch.arange(5)[None]
-    assert ulysses_pad_and_slice_inputs(ids, None, sp_size=1) == (ids, None, 0)
+    assert ulysses_pad_and_slice_inputs(ids, None, sp_size=1) == ulysses_pad_and_slice_inputs(ids) == (ids, None, 0)
     assert gather_outputs_and_unpad(ids, gather_dim=0) is ids
     with pytest.raises(ValueError, match="expected sp_size 1, found 2"):
         ulysses_pad_and_slice_inputs(ids, None, sp_size=2)

@@ -80,6 +80,8 @@ def test_estimators_equal_the_loop(kind, seed):
         assert gradient[row, t].item() == pytest.approx(values[row, t][1] / len(tokens), rel=1e-12, abs=1e-15)
     mean_abs = sum(abs(value) for value, _ in values.values()) / len(tokens)
     assert merge_metrics([metrics])["distillation/abs_loss"] == pytest.approx(mean_abs)
+    mean = sum((batch["log_probs"] - batch["teacher_log_probs"])[token].item() for token in tokens) / len(tokens)
+    assert merge_metrics([metrics])["distillation/reverse_kl"] == pytest.approx(mean)
 
 
 @pytest.mark.parametrize("floor", [None, -2.0])

@@ -78,6 +78,8 @@ def test_frames_are_chosen_evenly():
     assert found.frames[:, 0, 0, 0].tolist() == [0, 4, 8] == found.indices
     assert (found.total, found.fps) == (9, 2)
     assert Video(animated(), "x", max_frames=2).decode().frames[:, 0, 0, 0].tolist() == [0, 160]
+    small = Video(frames, "x", limits=ImageLimits(max_pixels=24)).decode()  # of 8 x 12: half of each side
+    assert small.frames.shape == (9, 4, 6, 3)
 
 
 @needs_av

@@ -33,7 +33,7 @@ from tests.engines.ranks import (
     train,
 )
 from verl.config.schema import EngineConfig, ModelConfig, OptimConfig
-from verl.engines.base import MicroBatching
+from verl.engines.base import EngineSpec, MicroBatching
 from verl.engines.loading import check_layers, check_model, load_module, resolve_model
 from verl.engines.torch_engine import TorchEngine
 from verl.model_merger.merge import MergeOptions, merge
@@ -53,7 +53,7 @@ def test_non_finite_weights_are_refused_at_load(tmp_path, adapters, value):
     with pytest.raises(
         ValueError, match=r"NaN or infinite values in 1 of \d+ parameters, the first is model.layers.1.mlp"
     ):
-        load_module(resolve_model(make_spec(path, **adapters)))
+        load_module(resolve_model(EngineSpec("causal_lm", ModelConfig(path=path, **adapters))))
 
 
 def by_hand(base: dict[str, torch.Tensor], adapter: Path, scale: float) -> dict[str, torch.Tensor]:
@@ -106,6 +106,12 @@ def test_the_reference_is_the_model_that_training_started_from(path, tmp_path):
     engine.save(tmp_path, ("model",))
     on = make_engine(path, OPTIMIZER, lora_adapter_path=str(tmp_path / "lora_adapter"))
     assert torch.equal(log_probs(on), after)
+    config = tmp_path / "lora_adapter" / "adapter_config.json"  # peft adapts a layer that is named by its weight, too
+    by_name = json.loads(config.read_text())
+    *names, last = by_name["target_modules"]
+    config.write_text(json.dumps(by_name | {"target_modules": names, "target_parameters": [f"{last}.weight"]}))
+    by_weight = make_engine(path, OPTIMIZER, lora_adapter_path=str(tmp_path / "lora_adapter"))
+    assert torch.equal(log_probs(by_weight), after)
     train(on, batch, MicroBatching())
     assert not torch.allclose(log_probs(on), after, atol=1e-3)
     with on.reference():  # not the bare base model: training started from the adapters that it was given
@@ -205,6 +211,15 @@ def test_adapters_on_16_bit_weights_are_trained_in_32(path):
     now = dict(engine.module.named_parameters())
     assert any(not torch.equal(now[name], p) for name, p in before.items())
     assert {value.dtype for _, value in engine.weights()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "kernels"),
+    [({}, "fused"), ({"dtype": "fp32", "model_dtype": "bf16"}, "plain"), ({"dtype": "bf16"}, "plain")],
+)
+def test_kernels_that_cannot_cast_their_weights_are_not_used(path, dtypes, kernels):
+    """On a CPU, which has no fused kernels in 16 bits either."""
+    assert resolve_model(make_spec(path, **dtypes)).kernels == kernels
 
 
 def with_adapters(path, size: float, **options):

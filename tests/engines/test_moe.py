@@ -1,5 +1,7 @@
 """Mixtures of experts in the training engine: routing, replay, expert parallelism and checkpoints."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -21,7 +23,7 @@ from tests.engines.ranks import (
     train,
 )
 from verl.engines.base import REPLAYS, MicroBatching
-from verl.engines.routing import ROUTED_EXPERTS
+from verl.engines.routing import ROUTED_EXPERTS, add_statistics
 from verl.engines.sharding import make_sharding
 from verl.modeling.moe import RoutingStatistics, gate_weights, install_routing
 from verl.protocol import DataProto
@@ -96,7 +98,8 @@ def test_statistics_by_hand(paths):
     routing.computed, routing.used = [own, own], [own, own]
     routing.entropies = [torch.tensor([0.5, 0.7, 9.0]), torch.tensor([0.1, 0.3, 9.0])]
     statistics = RoutingStatistics(routing)
-    statistics.add(torch.tensor([True, True, False]))
+    packed = SimpleNamespace(attention_mask=None, tokens=torch.arange(2), input_ids=torch.zeros(1, 3))
+    add_statistics(statistics, packed)  # the third token is one that sequence parallelism appends
     found = statistics.metrics(statistics.sums())
     # loads of both layers: 2, 1, 1, 0 of a mean of 1
     expected = {"max_load": 2.0, "unused_experts": 0.25, "router_entropy": 0.4, "routing_mismatch": 0.5}

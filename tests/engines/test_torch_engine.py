@@ -1,6 +1,7 @@
 """The engine on one device: its log-probs, and a gradient that does not depend on the micro-batches."""
 
 import copy
+import re
 import sys
 from typing import Any
 
@@ -162,6 +163,12 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_says_so(tmp_path, capl
     batch.batch["advantages"][0, 0] = float("inf")
     assert train(engine, batch, MicroBatching(), steps=1)["grad_skipped"] == 1.0
     assert "skipping this update" in caplog.text
+    caplog.clear()
+    batch.batch["advantages"][0, 0] = 1e30  # the squares of the gradient are too large for float32, not the loss
+    for micro in (MicroBatching(), MicroBatching(rows=2)):
+        assert train(engine, batch, micro, steps=1)["grad_skipped"] == 1.0
+    one, several = (float(re.search(r"the loss (\S+):", line)[1]) for line in caplog.messages)
+    assert several == pytest.approx(one, rel=1e-5) and abs(one) > 1e25
     assert all(torch.equal(before[name], value) for name, value in engine.module.state_dict().items())
 
 

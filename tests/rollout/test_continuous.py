@@ -6,7 +6,9 @@ import random
 import threading
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -136,6 +138,12 @@ def test_the_cache_grows_with_the_requests():
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
 
 
+def test_the_cache_has_a_quarter_of_the_memory_that_is_available(monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=404))
+    with pytest.raises(ValueError, match="the KV cache has 101 bytes, but one row"):
+        make_engine("native").generate(mixed_requests(0))
+
+
 def test_steps_are_shared():
     """16 requests of 30 tokens that arrive over 30 steps take about 60 steps, not 16 * 30."""
     engine = make_engine("native")
@@ -143,6 +151,23 @@ def test_steps_are_shared():
     assert engine.stats.steps < 130
     at_once(engine, make_requests([[1], [2]], SamplingParams(8, (), ignore_eos=True)))
     assert engine.stats.steps == 7  # the first token is that of the prefill
+
+
+def test_requests_that_arrive_together_join_a_running_batch():
+    """Seven requests of 30 tokens a few steps after the first: about 35 steps, not 30 more for some of them."""
+    engine, requests = (
+        make_engine("native"),
+        make_requests([[i] for i in range(8)], SamplingParams(30, (), ignore_eos=True)),
+    )
+
+    async def run() -> None:
+        first = asyncio.ensure_future(engine.generate_one(requests[0]))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        await asyncio.gather(first, *map(engine.generate_one, requests[1:]))
+
+    run_coroutine(run())
+    assert engine.stats.steps < 50
 
 
 def test_other_sampling_parameters_wait_for_a_batch_of_their_own():

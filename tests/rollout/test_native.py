@@ -10,7 +10,7 @@ from transformers import Qwen2ForCausalLM
 
 from tests.rollout.contract import draw
 from tests.rollout.test_continuous import VOCAB, at_once, make_engine, make_module, mixed_requests
-from verl.rollout.native.decoder import Decoder
+from verl.rollout.native.decoder import Decoder, padded_width
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
 from verl.rollout.request import Request, SamplingParams, make_requests
@@ -97,6 +97,12 @@ def test_joint_products_share_the_parameters_memory_also_after_they_moved(module
             attention.v_proj.weight[-1, -1] += 1
         assert qkv[-1, -1] == attention.v_proj.weight[-1, -1]
         attention.k_proj.weight.data = attention.k_proj.weight.data.clone()  # what .to() and offloading do
+
+
+def test_rows_of_matrices_do_not_compete_for_cache_lines():
+    """At a distance of a multiple of 1 KiB, they have few of its sets."""
+    widths = {width: padded_width(width) for width in range(1, 2049)}
+    assert all(padded % 256 and width <= padded < width + 64 for width, padded in widths.items())
 
 
 def test_a_saved_model_is_whole(module, tmp_path):

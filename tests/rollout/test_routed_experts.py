@@ -15,6 +15,7 @@ from verl.rollout.native.decoder import Projection
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.experts import Experts
 from verl.rollout.native.model import read_decoder
+from verl.rollout.native.speculation import PromptLookup
 from verl.rollout.request import Completion, Request, SamplingParams, make_requests
 from verl.rollout.routed_experts import extended, layers_with_experts, routed_experts_column
 from verl.utils.coroutines import gather_coroutines, run_coroutine
@@ -31,8 +32,8 @@ def test_the_engine_reports_the_choices_of_the_model(case):
     requests = make_requests(PROMPTS, SAMPLED, limits=LIMITS)
     longest = max(len(prompt) + limit - 1 for prompt, limit in zip(PROMPTS, LIMITS))
     room = 2 * longest * read_decoder(module).cache_bytes_per_token()  # two rows at a time
-    for cache_bytes in (None, room):
-        engine = NativeRollout(module, records=True, cache_bytes=cache_bytes)
+    for options in ({}, {"cache_bytes": room}, {"lookup": PromptLookup(4, 3, 1)}):
+        engine = NativeRollout(module, records=True, **options)
         check_experts(module, requests, engine.generate(requests))
     assert all(c.routed_experts is None for c in NativeRollout(module).generate(requests))
 

@@ -201,6 +201,10 @@ def pushes_on_rank(path: Path) -> dict:
         found["wrong shape"] = str(error)
     engine.receiver().release()
     generate("after release")
+    if rank == 0:
+        with pytest.raises(RuntimeError) as caught, engine.leading(), engine.tp.operation():
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        found["error"] = type(caught.value)
     return found
 
 
@@ -222,6 +226,7 @@ def test_pushed_weights_are_generated_with_and_errors_reach_both_ranks(tmp_path)
         assert "has no weights: push them first" in found["after release"]
         assert "q_proj.weight has shape (3,), expected (32, 32)" in found["wrong shape"]
     assert "the KV cache has 100 bytes" in leader["too little memory"]
+    assert leader["error"] is torch.OutOfMemoryError, "the cause, not that the group has no connection afterwards"
     for name in ("generate", "generate_one"):
         assert f"{name}() was called on rank 1 of a tensor-parallel group: call follow()" in follower[name]
 

@@ -2,8 +2,12 @@
 
 import os
 import re
+import socket
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,7 +25,7 @@ from tests.single_controller.conftest import (
 from verl.dataflow.operator import running
 from verl.processes.limits import Limits
 from verl.protocol import DataProto
-from verl.single_controller import WorkerTimeout
+from verl.single_controller import WorkerDied, WorkerTimeout
 
 ray = pytest.importorskip("ray")
 
@@ -86,6 +90,50 @@ def test_the_stacks_of_an_idle_actor(monkeypatch):
     monkeypatch.setattr(rank_actor, "redact_output", lambda: None)
     seconds, stacks = RankActor({}).progress()
     assert seconds is None and "in test_the_stacks_of_an_idle_actor" in stacks
+
+
+def test_the_rank_of_a_call_that_lost_a_process_of_another_pool(monkeypatch):
+    """As Ray reports it; the deaths of real processes are in `test_ray_cluster.py`."""
+    ranks = [SimpleNamespace(info=SimpleNamespace(actor_id=f"actor {i}", host=f"host {i}")) for i in range(2)]
+    pool, pending = SimpleNamespace(_ranks=ranks), actor_pool._PendingCall("actor", "update", {"reply": 1}, None)
+    pool._died = partial(actor_pool.RayPool._died, pool)
+    monkeypatch.setattr(ray, "get", Mock(side_effect=ray.exceptions.RayActorError))
+    _, _, error = actor_pool.RayPool._read_reply(pool, pending, "reply")
+    assert isinstance(error, WorkerDied) and (error.role, error.method, error.rank) == ("actor", "update", 1)
+    assert "a process of another pool, which had rows for this call, died" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("listens", "alive", "unavailable", "status", "fault"),
+    [
+        (False, True, False, None, "Ray (the raylet) no longer runs on it"),
+        (True, False, False, None, "its node host is lost"),
+        (True, True, True, "running", "the connection from here to host broke; its process still runs"),
+        (True, True, True, "zombie", None),
+        (True, True, True, None, None),
+        (True, True, False, "running", None),
+    ],
+)
+def test_whether_a_node_or_a_process_is_lost(listens, alive, unavailable, status, fault, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if not listens:
+            server.close()
+        node = {"NodeID": "n", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port, "Alive": alive}
+        monkeypatch.setattr(ray, "nodes", lambda: [node])
+        monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "here")
+        monkeypatch.setattr(actor_pool, "_status", lambda node, pid: status)
+        info = SimpleNamespace(node_id="n", pid=1, host="host")
+        found = actor_pool.RayPool._node_fault(None, info, unavailable)
+    assert found is fault is None or fault in found
+
+
+def test_what_a_node_has_in_words():
+    nodes = [{"CPU": 2.0, "memory": 9.0}, {"CPU": 4.0, "GPU": 1.0}]
+    assert [actor_pool._format_counts(actor_pool._cpus_and_gpus(node)) for node in nodes] == [
+        "2 CPU",
+        "4 CPU and 1 GPU",
+    ]
 
 
 @pytest.mark.slow

@@ -11,10 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.runs import fit, steps_in
+from tests.waiting import wait_until
 from verl.engines.checkpoint import ShardWriter
 from verl.trainer.base import StepReport
 from verl.trainer.guards.interruption import Stopped
 from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.state.checkpointing import Checkpointer
 
 KL = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=true"]
 LORA = [*KL, "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
@@ -95,17 +97,23 @@ def names(folder: Path) -> list[str]:
 
 def test_it_counts_when_all_of_it_is_written(settings, tmp_path, monkeypatch):
     gate, run_folder, seen = Gate(monkeypatch), tmp_path / "run", []
-    trainer = LocalPPOTrainer(overrides=[*settings, *ASYNC, "trainer.save_freq=1", "trainer.total_training_steps=3"])
+    trainer = LocalPPOTrainer(overrides=[*settings, *ASYNC, "trainer.save_freq=1", "trainer.total_training_steps=5"])
+    checkpointer = trainer.checkpointer
+    checkpointer.save = lambda step, is_due: step in (1, 4, 5) and Checkpointer.save(checkpointer, step, is_due)
 
     def look(report: StepReport) -> None:
         seen.append(names(run_folder))
         if report.step == 1:
             threading.Timer(0.2, gate.opened.set).start()
+            wait_until(lambda: checkpointer._is_written())
+        elif report.step == 2:  # its checksums are computed
+            wait_until(lambda: checkpointer._pending.sealing.done())
 
     trainer.on_step.append(look)
     trainer.fit()
-    assert seen[0] == [".writing_global_step_1"]
-    assert names(run_folder) == ["global_step_1", "global_step_2", "global_step_3"]
+    assert seen[:3] == [[".writing_global_step_1"]] * 2 + [["global_step_1"]]
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name.endswith("(report)")])
+    assert names(run_folder) == ["global_step_1", "global_step_4", "global_step_5"]
 
 
 def test_a_write_that_fails_stops_the_run_and_leaves_the_checkpoints_of_before(settings, tmp_path, monkeypatch):
