@@ -56,7 +56,8 @@ MODELS["3 of 6 heads"].hidden_size = 48
 #: model, micro-batches, keys of the model, keys of the layout
 VALUE = {"kind": "value"}
 ON_2_RANKS = [
-    ("qwen2", UNEVEN, FUSED, {"reshard_after_forward": False, "offload_policy": True}),
+    ("qwen2", UNEVEN, FUSED, {}),
+    ("qwen2", UNEVEN, {}, {"reshard_after_forward": False, "offload_policy": True}),
     ("qwen2", MicroBatching(tokens=18), {}, {"param_offload": True, "optimizer_offload": True}),
     ("qwen2", UNEVEN, {"quantization": "fp8"}, {}),  # float64: no difference is large enough to change a code
     ("llama", UNEVEN, {}, TP),
@@ -68,7 +69,6 @@ ON_2_RANKS = [
     ("qwen3_moe", UNEVEN, {"lora_rank": 3, "lora_alpha": 6, "target_parameters": ["all-experts"]}, {}),
 ]
 SLOW_ON_2_RANKS = [
-    ("qwen2", UNEVEN, FUSED, {}),
     ("3 of 6 heads", MicroBatching(rows=1), {}, SP),  # key/value heads that the ranks do not divide
     ("qwen3", UNEVEN, {}, TP),
     ("qwen2", UNEVEN, VALUE, TP),
