@@ -27,6 +27,8 @@ def run(out: Path, seed: int, is_control: bool, keys: list[str]) -> dict[str, An
     """Run the script once. Returns its curves and seconds."""
     extra = ["algorithm.shuffle_rewards=true"] if is_control else []
     env = {**os.environ, "OUT": str(out), "SEED": str(seed), "PYTHON": sys.executable}
+    if is_control:  # from the same warm-up
+        env["WARM"] = str(out.parent / f"{seed}-grpo/sft/global_step_160/actor/huggingface")
     shutil.rmtree(out, ignore_errors=True)  # a run that is resumed would not be measured
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(["bash", str(ROOT / "examples/tools/run_multiply.sh"), *extra, *keys], env=env, check=True)

@@ -1,4 +1,4 @@
-"""docs/performance.md and docs/internals/performance.md: their tables are the recorded numbers, settings exist, commands run."""
+"""Pages on performance: tables and figures are the recorded ones, settings exist, commands run."""
 
 import json
 import os

@@ -2,9 +2,9 @@
 
     python examples/tools/multiply.py --out agent
 
-writes agent/train.jsonl and agent/test.jsonl, the prompts of RL; agent/sft.jsonl, chats that show the call; and
-agent/texts.txt, from which a tokenizer can be trained. No product of one file is in another. run_multiply.sh trains a
-model on them.
+writes agent/train.jsonl and agent/test.jsonl, the prompts of RL; agent/sft.jsonl, chats of which half call the tool
+and half guess; and agent/texts.txt, from which a tokenizer can be trained. No product of one file is in another.
+run_multiply.sh trains a model on them.
 """
 
 import argparse
@@ -33,8 +33,10 @@ def compute_score(response: str, answer: str) -> float:
     return float(response.split("assistant\n")[-1].strip() == answer)
 
 
-def demonstration(a: int, b: int) -> list[dict[str, str]]:
-    """A chat of the warm-up: the call, what the tool returns, the answer."""
+def demonstration(a: int, b: int, guess: int | None = None) -> list[dict[str, str]]:
+    """A chat of the warm-up: the call, what the tool returns, the answer; or an answer that is guessed."""
+    if guess is not None:
+        return [{"role": "user", "content": f"{a} x {b}?"}, {"role": "assistant", "content": str(guess)}]
     call = json.dumps({"name": "multiply", "arguments": {"a": a, "b": b}})
     turns = [
         ("user", f"{a} x {b}?"),
@@ -52,8 +54,10 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    pairs = Random(args.seed).sample(pairs, SFT_ROWS + TRAIN_ROWS + TEST_ROWS)
-    chats = [demonstration(a, b) for a, b in pairs[:SFT_ROWS]]
+    random = Random(args.seed)
+    pairs = random.sample(pairs, SFT_ROWS + TRAIN_ROWS + TEST_ROWS)
+    guesses = [random.randint(100, 9801) if i % 2 else None for i in range(SFT_ROWS)]
+    chats = [demonstration(a, b, guess) for (a, b), guess in zip(pairs[:SFT_ROWS], guesses)]
     prompts = [{"prompt": f"{a} x {b}?", "answer": multiply(a, b)} for a, b in pairs[SFT_ROWS:]]
     for name, rows in (
         ("sft", [{"messages": chat} for chat in chats]),
