@@ -2,7 +2,8 @@
 
     python benchmarks/tool_agent.py --out benchmarks/results/tool_agent_cpu.json --plot docs/curves/tool_agent
 
-Processor seconds (user and system) are those of the whole process tree, so they do not depend on other load.
+Processor seconds (user and system) are those of the process tree, as the `time` of a shell counts them: of processes
+whose parents have waited for them. They depend less on other load than the wall time, which is recorded too.
 """
 
 import argparse

@@ -155,6 +155,14 @@ def test_figures_in_the_text_are_recorded(name, path, value, text):
     assert is_rounded(text.split()[0], found / value)
 
 
+def test_the_table_of_the_tool_agent_is_its_record():
+    page = (ROOT / "docs/multi_turn.md").read_text()
+    for run in json.loads((ROOT / "benchmarks/results/tool_agent_cpu.json").read_text())["runs"]:
+        name = "shuffled rewards" if run["shuffled_rewards"] else "GRPO"
+        cells = [f"{value:.3f}" for _, value in run["val-core/data/acc/mean@1"]] + [f"{run['processor_seconds']:.0f}"]
+        assert f"| {name}, seed {run['seed']} | {' | '.join(cells)} |" in page
+
+
 def test_the_page_for_readers_is_short_and_names_existing_keys():
     assert len(READER.split()) <= 2500
     keys = [key.split(".") for key in to_flat_dict(load_config())]
