@@ -33,7 +33,7 @@ import torch
 from rich.console import Console
 
 from examples.quickstart.alive import Alive
-from examples.quickstart.tasks import ALIVE_SECONDS, SEED, STEPS, TASKS, check_output_folder, write_task
+from examples.quickstart.tasks import ALIVE_SECONDS, SEED, STEPS, TASKS, check_output_folder, next_steps, write_task
 from examples.quickstart.tiny_model import tiny_model
 from verl.config import check_inputs, load_config
 from verl.config.checks.run import check_built_in
@@ -43,7 +43,6 @@ from verl.tracking.curves import read_metrics, save_curves
 from verl.trainer.base import StepReport
 from verl.trainer.guards.interruption import Stopped
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.output.run_log import next_lines, serve_command
 from verl.trainer.output.samples import generations
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.trainer.startup.command_line import user_errors
@@ -141,15 +140,6 @@ def learn(args: argparse.Namespace, model: Path, data: Path, out: Path) -> tuple
     return rewards, metrics
 
 
-def next_steps(args: argparse.Namespace, model: Path, data: Path) -> list[str]:
-    """Commands for the trained model."""
-    config = load_config(None, rl_overrides(args, args.out / "model", data, args.out / "rl"))
-    commands = [*serve_command(config, model), f"verl report {args.out / 'rl'}"]
-    if shutil.which("verl") is None:
-        commands.insert(0, f"source {Path(sys.prefix, 'bin', 'activate')}")
-    return [*next_lines(commands), "Your own task: docs/tutorial.md"]
-
-
 def name_of(args: argparse.Namespace) -> str:
     return f"{args.algorithm} with shuffled rewards" if args.shuffle_rewards else args.algorithm
 
@@ -224,7 +214,8 @@ def quickstart(args: argparse.Namespace) -> int:
         highlight=False,
         soft_wrap=True,
     )
-    ends = [f"curves: {curves}", f"model:  {saved}  (HuggingFace format)", *next_steps(args, saved, data)]
+    config = load_config(None, rl_overrides(args, args.out / "model", data, args.out / "rl"))
+    ends = [f"curves: {curves}", f"model:  {saved}  (HuggingFace format)", *next_steps(config, saved, args.out / "rl")]
     console.print("\n".join(ends), highlight=False, markup=False, soft_wrap=True)
     return 0
 

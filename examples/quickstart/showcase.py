@@ -25,7 +25,7 @@ from rich.table import Table
 from examples.quickstart import arithmetic
 from examples.quickstart.alive import Alive
 from examples.quickstart.smollm2 import find_model
-from examples.quickstart.tasks import ALIVE_SECONDS, SEED, STEPS, check_output_folder
+from examples.quickstart.tasks import ALIVE_SECONDS, SEED, STEPS, check_output_folder, next_steps
 from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import save_curves
 from verl.trainer.base import StepReport
@@ -193,7 +193,9 @@ def report(console: Console, showcase: Showcase, args: argparse.Namespace, secon
     )
     curves = save_curves(args.out / "rl" / "metrics.jsonl", args.out / "curves.png")
     saved = args.out / "rl" / f"global_step_{args.steps}" / "actor" / "huggingface"
-    console.print(f"curves: {curves}\nmodel:  {saved}  (HuggingFace format)", highlight=False, soft_wrap=True)
+    commands = next_steps(showcase.trainer.config, saved, args.out / "rl")
+    ends = [f"curves: {curves}", f"model:  {saved}  (HuggingFace format)", *commands]
+    console.print("\n".join(ends), highlight=False, markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ reward.custom_reward_function.path=examples/quickstart/tasks.py
 
 import argparse
 import ast
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -198,6 +199,16 @@ def check_output_folder(parser: argparse.ArgumentParser, out: Path, written: set
     unknown = sorted({path.name for path in out.glob("*")} - written)
     if unknown:
         parser.error(f"--out: {out} contains other files ({', '.join(unknown[:3])}): choose a new folder")
+
+
+def next_steps(config: Any, model: Path, run: Path) -> list[str]:
+    """Lines with commands for the trained model, and for the folder of its run."""
+    from verl.trainer.output.run_log import next_lines, serve_command  # not for the reward function
+
+    commands = [*serve_command(config, model), f"verl report {run}"]
+    if shutil.which("verl") is None:
+        commands.insert(0, f"source {Path(sys.prefix, 'bin', 'activate')}")
+    return [*next_lines(commands), "Your own task: docs/tutorial.md"]
 
 
 def write_task(name: str, out_dir: str | Path, rows: int, *, sft_rows: int = 0, seed: int = 1) -> Path:

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from verl.processes.limits import Durations, Limits
 from verl.protocol import DataProto
 from verl.single_controller import LocalWorkerGroup, WorkerDied, WorkerError, WorkerTimeout, colocate, worker
 from verl.single_controller.local import process_pool
+from verl.single_controller.worker_group import take_spans
 from verl.utils import redaction
 from verl.utils.redaction import remember_arguments, secrets_of_settings
 
@@ -53,6 +55,19 @@ def pair():
     assert all(gone(pid) for pid in pids)
     with pytest.raises(WorkerError, match="the group was shut down"):
         groups["critic"].only_zero()
+
+
+def test_calls_are_recorded_with_process_start_and_end(pair):
+    take_spans(0.0)  # those of other tests
+    before = time.time()
+    pids = [facts["pid"] for facts in pair["actor"].facts()]
+    after = time.time()
+    pair["critic"].only_zero()
+    spans = take_spans(before)
+    names = [(f"{socket.gethostname()}:{pid}", rank, "actor", "facts") for rank, pid in enumerate(pids)]
+    assert sorted(span[:4] for span in spans if span.method == "facts") == sorted(names)
+    assert all(before <= span.start <= span.end <= after for span in spans if span.method == "facts")
+    assert {span.role for span in spans} == {"actor", "critic"} and take_spans(0.0) == []
 
 
 @pytest.mark.parametrize("check", [check_ranks, check_rows, check_order])

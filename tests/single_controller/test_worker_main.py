@@ -34,7 +34,7 @@ def ask(monkeypatch):
             call_parcel(role, method, Call(tuple(args))).send(ours, kind, 5)
         reply = receive(ours)
         assert reply.call_id == 5
-        return reply.kind, load_result(reply) if reply.kind is Kind.RESULT else reply.load()
+        return reply.kind, load_result(reply)[0] if reply.kind is Kind.RESULT else reply.load()
 
     rank_env = RankEnv(rank=3, world_size=4)
     specs = {"ref": spec("Failing"), "echo": spec("Echo")}

@@ -138,6 +138,8 @@ def test_a_step_is_recorded_with_the_tokens_of_samples(finished):
         columns, scores = batch.tensors, batch.tensors["token_level_scores"].sum(1).tolist()
         assert dict(record["scores"]) == {score: scores.count(score) for score in scores}
         found = [sample["score"] for sample in record["samples"]]
+        calls = {(role, method): start + seconds for _, _, role, method, start, seconds in record["calls"]}
+        assert 0 < calls["actor", "generate_sequences"] < calls["actor", "update_actor"]
         assert len(found) == 3 and max(found) == max(scores) and min(found) == min(scores)
         pairs = [scores[i : i + 2] for i in range(0, 8, 2)]
         assert record["groups"]["zero_variance"] == sum(a == b for a, b in pairs) and record["groups"]["count"] == 4

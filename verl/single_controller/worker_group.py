@@ -20,9 +20,10 @@ import os
 import re
 import socket
 import traceback
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import psutil
 
@@ -129,6 +130,30 @@ def _call_frames(stacks: str) -> list[re.Match[str]]:
         if any(frame["file"].endswith(("local/worker_main.py", "ray/rank_actor.py")) for frame in frames[1:]):
             return frames
     return []
+
+
+# ---- when ranks worked ----------------------------------------------------------------------------------------------
+
+
+class CallSpan(NamedTuple):
+    """One call of one rank. start, end: seconds since the epoch, by the clock of its host."""
+
+    process: str  # host:pid
+    rank: int
+    role: str
+    method: str
+    start: float
+    end: float
+
+
+#: the latest calls of all groups of this process, in the order of their replies; `take_spans` removes them
+SPANS: deque[CallSpan] = deque(maxlen=10_000)
+
+
+def take_spans(since: float) -> list[CallSpan]:
+    """Remove all recorded calls. Returns those that ended after `since`, by their start."""
+    spans = [SPANS.popleft() for _ in range(len(SPANS))]
+    return sorted((span for span in spans if span.end > since), key=lambda span: span.start)
 
 
 T = TypeVar("T")

@@ -154,6 +154,7 @@ def _finish(axis: Any, title: str, values: Sequence[float]) -> None:
     """Title, labels, and limits that outliers do not stretch."""
     axis.set_title(_escape_text(title), fontsize=10)
     axis.set_xlabel("step")
+    axis.locator_params("x", integer=True)
     axis.grid(alpha=0.25)
     limits = robust_limits(values)
     if limits:

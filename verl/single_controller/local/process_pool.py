@@ -38,6 +38,8 @@ from verl.single_controller.local.transport import Kind, Message, Parcel, call_p
 from verl.single_controller.remote_batch import pack
 from verl.single_controller.worker import RankEnv, WorkerSpec, free_port
 from verl.single_controller.worker_group import (
+    SPANS,
+    CallSpan,
     CallWatch,
     Failure,
     Future,
@@ -182,7 +184,12 @@ class ProcessPool:
             raise TimeoutError(f"{pending.role}.{pending.method}() has not finished after {timeout} s")
         if pending.error is not None:
             raise pending.error
-        return [load_result(pending.replies[rank]) if rank in pending.replies else None for rank in range(n)]
+        results: list = [None] * n
+        for rank, message in pending.replies.items():
+            results[rank], span = load_result(message)
+            process = f"{socket.gethostname()}:{self._ranks[rank].process.pid}"
+            SPANS.append(CallSpan(process, rank, pending.role, pending.method, *span))
+        return results
 
     # ---- the monitor thread -----------------------------------------------------------------------------------------
 

@@ -150,10 +150,11 @@ class FileSource(Source):
         return Message(Kind.RESULT, 0, self.file).load()[1]
 
 
-def load_result(message: Message) -> Any:
-    """On the controller: unpack the output of `pack_result`, with a RemoteTensor for each large column."""
-    packed, columns = message.load()
-    return unpack_result(packed, columns and FileSource(message.content))
+def load_result(message: Message) -> tuple[Any, tuple[float, float]]:
+    """On the controller: unpack the output of `pack_result`, with a RemoteTensor for each large column, and the start
+    and end of the call."""
+    packed, columns, span = message.load()
+    return unpack_result(packed, columns and FileSource(message.content)), span
 
 
 def call_parcel(role: str, method: str, call: Call) -> Parcel:

@@ -41,10 +41,11 @@ class WorkerHost:
         self.workers: dict[str, Worker] = {}
         self.rank = int(os.environ["RANK"])
         self._current_call = ("", "")
+        self._started = 0.0
 
     def handle(self, message: Message) -> tuple[Kind, Any]:
         """Handle a message. Returns (RESULT, result), or (FAILURE, (time, error))."""
-        self._current_call = ("worker", "(unpacking the call)")
+        self._current_call, self._started = ("worker", "(unpacking the call)"), time.time()
         try:
             return Kind.RESULT, self._start(message) if message.kind is Kind.START else self._run(message)
         except BaseException as error:  # including SystemExit: a worker that calls sys.exit() is reported
@@ -73,7 +74,8 @@ class WorkerHost:
 
     def _reply(self, channel: Channel, call_id: int, kind: Kind, content: Any) -> None:
         try:
-            parcel = Parcel(pack_result(content) if kind is Kind.RESULT else content)
+            span = self._started, time.time()  # by the clock of this host
+            parcel = Parcel((*pack_result(content), span) if kind is Kind.RESULT else content)
         except Exception as error:  # the result cannot be pickled
             error.add_note("while the result was packed for the caller")
             failure = WorkerError.from_exception(error, *self._current_call, self.rank)

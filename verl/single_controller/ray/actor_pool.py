@@ -33,6 +33,8 @@ from verl.single_controller.remote_batch import Packed, PackedCall, Source, nbyt
 from verl.single_controller.worker import RankEnv, WorkerSpec
 from verl.single_controller.worker_group import (
     CALL_TIMEOUT,
+    SPANS,
+    CallSpan,
     CallWatch,
     Failure,
     Future,
@@ -228,13 +230,15 @@ class RayPool:
         """Read one reply; the failure that it reports, if any."""
         rank = pending.refs.pop(ref)
         try:
-            succeeded, content, failed_at, seconds = ray.get(ref)
+            succeeded, content, ended, seconds = ray.get(ref)
         except RayActorError as error:
             return 0, time.time(), self._died(pending, rank, error)
         except RayError as error:
             return 1, time.time(), WorkerError.from_exception(error, pending.role, pending.method, rank)
         if not succeeded:
-            return 1, failed_at, content
+            return 1, ended, content
+        process = f"{self._ranks[rank].info.host_name}:{self._ranks[rank].info.pid}"
+        SPANS.append(CallSpan(process, rank, pending.role, pending.method, ended - seconds, ended))
         pending.replies[rank] = content
         if not pending.refs:
             pending.watch.record(seconds)

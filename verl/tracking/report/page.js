@@ -246,6 +246,46 @@ function showTiming() {
   card.append(legend, el("div", { class: "note" }, `seconds per step; all steps took ${short(data.timing.total)} s${testing}. With overlap, operators add up to more than the step.`));
 }
 
+/** When each rank of a step worked: one lane per process, one bar per call. */
+function drawLanes(host, record, color) {
+  const lanes = new Map();
+  for (const call of record.calls) lanes.set(call[0], [...(lanes.get(call[0]) || []), call]);
+  const name = (calls) => `${[...new Set(calls.map((call) => call[2]))].join("+")} ${calls[0][1]}`;
+  const rows = [...lanes].sort((a, b) => name(a[1]).localeCompare(name(b[1]), undefined, { numeric: true }));
+  const end = Math.max(...record.calls.map((call) => call[4] + call[5])) || 1, width = Math.max(host.clientWidth, 240), left = Math.min(170, width / 3), height = 24 * rows.length + 24;
+  const x = (seconds) => left + (seconds / end) * (width - left - 28);
+  const node = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": "calls of each rank in a step" });
+  for (const value of ticks(0, end, Math.min(6, width / 90))) {
+    node.append(svg("line", { x1: x(value), x2: x(value), y1: 0, y2: height - 22, stroke: "var(--grid)" }));
+    node.append(svg("text", { x: x(value), y: height - 6, "text-anchor": "middle" }, `${short(value)} s`));
+  }
+  rows.forEach(([process, calls], i) => {
+    node.append(svg("text", { x: 0, y: 24 * i + 16 }, name(calls)));
+    for (const [, rank, role, method, start, seconds] of calls) {
+      const bar = svg("rect", { x: x(start), width: Math.max(x(start + seconds) - x(start), 1), y: 24 * i + 3, height: 18, fill: color(`${role}.${method}`) });
+      bar.addEventListener("pointermove", (event) => tip(event, `${role}.${method}: ${short(seconds)} s, from ${short(start)} s\nrank ${rank}, ${process}`));
+      node.append(bar);
+    }
+  });
+  node.addEventListener("pointerleave", untip);
+  host.append(node);
+}
+
+function showLanes() {
+  const records = data.steps.filter((record) => record.calls?.length), totals = {};
+  if (!records.length) return;
+  for (const [, , role, method, , seconds] of records.flatMap((record) => record.calls)) totals[`${role}.${method}`] = (totals[`${role}.${method}`] || 0) + seconds;
+  const names = Object.keys(totals).sort((a, b) => totals[b] - totals[a]), color = (name) => `var(--c${Math.min(names.indexOf(name), COLORS - 1)})`;
+  const host = el("div"), legend = el("div", { class: "legend" }), value = el("output");
+  const range = el("input", { type: "range", min: 0, max: records.length - 1, value: records.length - 1 });
+  const draw = () => { host.replaceChildren(); value.textContent = String(records[range.value].step); drawLanes(host, records[range.value], color); };
+  names.slice(0, COLORS - 1).forEach((name) => legend.append(el("span", {}, el("i", { style: `background: ${color(name)}` }), name)));
+  if (names.length >= COLORS) legend.append(el("span", {}, el("i", { style: "background: var(--c7)" }), "other"));
+  $("timing").append(el("div", { class: "card", id: "lanes" }, el("h3", {}, "Lanes of a step"), el("label", {}, "step ", range, " ", value), host, legend, el("div", { class: "note" }, "calls of each rank, by the clock of its host; gaps: the rank waits for others, or the controller works")));
+  range.addEventListener("input", draw);
+  onWidth(host, draw);
+}
+
 // ---- samples -----------------------------------------------------------------------------------------------------
 
 /** What a token can be colored by: its value, and the legend. */
@@ -389,6 +429,7 @@ function main() {
   }
   if (!$("histograms").children.length) $("distributions").remove();
   showTiming();
+  showLanes();
   showSamples();
   showGroups();
   showWarnings();

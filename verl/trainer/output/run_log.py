@@ -14,6 +14,7 @@ from verl.config import differences, schema, to_flat_dict
 from verl.config.fields import Schema, fields_of, plain_defaults
 from verl.protocol import DataProto
 from verl.rollout.request import FILTERS
+from verl.single_controller.worker_group import take_spans
 from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import read_metrics
 from verl.tracking.formatting import Series, summary_lines
@@ -286,7 +287,15 @@ class RunLog:
         self._log(step, report.metrics)
         if self._count:
             self._tracking.log_samples("train/generations", self._draw(batch, self._count), step)
-        self.record.add_step(step, lambda: self._make_record(batch), step == self._view.total_steps)
+        spans = take_spans(time.time() - report.metrics["timing_s/step"])
+        start = min((span.start for span in spans), default=0.0)
+        calls = [[*span[:4], round(span.start - start, 4), round(span.end - span.start, 4)] for span in spans]
+
+        def record() -> dict[str, Any]:
+            made = self._make_record(batch)
+            return {**made, "calls": calls} if made else {}
+
+        self.record.add_step(step, record, step == self._view.total_steps)
 
     def validation(self, metrics: Mapping[str, float], samples: Rows) -> None:
         """Log a validation."""
