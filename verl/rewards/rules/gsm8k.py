@@ -55,7 +55,7 @@ _WIDE = str.maketrans("０１２３４５６７８９＃．，－", "0123456789#
 # After a number: it is a part of a calculation, a range or a list. Before it: a bound or a denial.
 _GOES_ON = re.compile(
     r"[*_$)}]{0,4}(?:\s*(?:[-\u2013~,:]\s?\\?\$?[0-9]|[*/]\s?[0-9]|\\times|[+×÷^=≤≥?]|[<>][\s=0-9]"
-    r"|\(?or\b(?! so)|(?:to|through)\s\$?[0-9]|and\s+(?:[0-9]|not))|e[0-9]|\ [0-9])"
+    r"|\(?or\b(?! so)|(?:to|through)\s\$?[0-9]|and\s+(?:[0-9]|not))|e[0-9])"
 )
 _BOUND = re.compile(
     r"(?i:\bnot|n't|\bat (?:least|most)|(?:more|less|fewer) than|one of|between(?: .{1,20} and)?)\s[*$\\({]*$"
