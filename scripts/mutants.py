@@ -53,11 +53,12 @@ SOURCES = (
 #: needs a GPU or packages of other environments: those tests are skipped here
 ELSEWHERE = ("megatron", "vllm", "sglang", "cuda_decoder", "batch_invariant_cuda", "triton")
 #: runs on a GPU only, with tests in tests/gpu
-ON_GPU = ("paged_scheduler.py", "kernels.py")
+ON_GPU = ("paged_scheduler.py", "kernels.py", "verifier.py", "cuda.py")
 #: folders of tests, and files of tests/, that call the sources
 TESTS = (
     *("algorithms", "test_dataflow*.py", "test_columns.py", "checkpoints", "single_controller", "data", "rollout"),
-    *("engines", "trainer", "workers", "utils/test_public_functions.py"),
+    *("engines", "trainer", "workers", "utils/test_public_functions.py", "utils/test_redaction.py"),
+    "test_public_helpers.py",
 )
 HEAVY = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor", "tensordict"),

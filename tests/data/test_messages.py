@@ -137,6 +137,12 @@ def test_a_template_that_reads_arguments_as_text(chat_tokenizer, arguments, oper
     assert trained(chat_tokenizer, rows) == ['add{"city": "P", "n": null}<|im_end|>']
 
 
+def test_a_template_that_writes_content_as_json(chat_tokenizer):
+    chat_tokenizer.chat_template = TEXT.replace("m.content", "(m.content | tojson)")
+    rows = [{"messages": [{"role": "user", "content": 'Wie "groß"?'}, say("8")]}]
+    assert trained(chat_tokenizer, rows) == ['"8"<|im_end|>']
+
+
 @pytest.mark.parametrize("mapped", [False, True])
 def test_nulls_of_the_union_of_arrow_are_no_arguments(write, chat_tokenizer, monkeypatch, tmp_path, mapped):
     monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path))

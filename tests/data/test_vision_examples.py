@@ -11,7 +11,7 @@ from PIL import Image
 from examples.data_preprocess import count_shapes, geo3k
 from examples.quickstart.make_tiny_vl_model import tiny_vl_model
 from verl.config.schema import ModelConfig
-from verl.data.processor import load_processor
+from verl.data.processor import load_processor, media_tokens
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.tokenization import load_tokenizer
 
@@ -102,5 +102,9 @@ def test_the_chat_template_of_the_processor_is_used(tmp_path):
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     tokenizer = load_tokenizer(model := ModelConfig(path=str(folder)))
-    load_processor(model, tokenizer)
+    processor = load_processor(model, tokenizer)
     assert tokenizer.chat_template == template
+    image, count = Image.new("RGB", (64, 32)), media_tokens(processor)
+    inputs = processor(text=[processor.image_token], images=[image], return_tensors="pt")
+    tokens = int((inputs["input_ids"] == count["image"]).sum())
+    assert int(inputs["image_grid_thw"].prod()) == tokens * count["patches"]

@@ -35,6 +35,7 @@ from tests.engines.ranks import (
 from verl.config.schema import EngineConfig, ModelConfig, OptimConfig
 from verl.engines.base import EngineSpec, MicroBatching
 from verl.engines.loading import check_layers, check_model, load_module, resolve_model
+from verl.engines.lora import _kind_of
 from verl.engines.torch_engine import TorchEngine
 from verl.model_merger.merge import MergeOptions, merge
 
@@ -366,6 +367,11 @@ def test_the_log_names_frozen_experts(tmp_path, caplog):
     with caplog.at_level("INFO", "verl.engines"):
         check_model(ModelConfig(path=path, **MIXTURE))
     assert "adapts the experts" not in caplog.text
+
+
+def test_names_of_parameters_without_the_number_of_their_layer():
+    names = ("model.layers.0.mlp.up_proj.weight", "backbone.layers.12.norm.weight", "lm_head.weight")
+    assert [*map(_kind_of, names)] == ["mlp.up_proj", "norm", "lm_head"]
 
 
 def adapted_names(config, folder: Path) -> set[str]:

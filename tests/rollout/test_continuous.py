@@ -20,6 +20,7 @@ from verl.rollout.base import RolloutEngine
 from verl.rollout.hf import HFRollout
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
+from verl.rollout.native.scheduler import SlotScheduler
 from verl.rollout.request import Completion, Request, SamplingParams, StopStrings, make_requests
 from verl.utils.coroutines import run_coroutine
 
@@ -385,6 +386,16 @@ def test_event_loops_take_turns_with_the_default_generate_one():
     second = run_coroutine(asyncio.wait_for(engine.generate_one(requests[1]), 10))
     assert [loop.run_until_complete(task), second] == [engine.generate([request])[0] for request in requests]
     loop.close()
+
+
+def test_abort_by_name_ends_a_request_of_a_batch(monkeypatch):
+    engine, advance = make_engine("native"), SlotScheduler.advance
+    requests = [Request([i + 1], SamplingParams(20, (), ignore_eos=True), i, f"r{i}") for i in range(2)]
+    monkeypatch.setattr(
+        SlotScheduler, "advance", lambda self: (self.steps == 3 and engine.abort(["r1"])) or advance(self)
+    )
+    found = engine.generate(requests)
+    assert [(len(c.token_ids), c.finish_reason) for c in found] == [(20, "length"), (5, "abort")]
 
 
 @pytest.mark.parametrize("kind, iterations", [("native", 1), ("native", 6), ("hf", 1)])

@@ -13,8 +13,9 @@ from verl.config import schema
 from verl.rollout import external
 from verl.rollout.base import RolloutEnv, make_rollout_engine
 from verl.rollout.checks import check_images
-from verl.rollout.engine_copy import EngineCopy, EngineReceiver
+from verl.rollout.engine_copy import EngineCopy, EngineJob, EngineReceiver
 from verl.rollout.external import cache_bytes_per_token, check_engine_kwargs
+from verl.rollout.request import Request, SamplingParams
 from verl.rollout.sglang import settings as sglang_settings
 from verl.rollout.traits import engine_traits
 from verl.rollout.vllm import settings as vllm_settings
@@ -122,6 +123,13 @@ def test_deterministic_needs_native(engine):
     config = schema.RolloutConfig(name=engine, deterministic=True)
     with pytest.raises(ValueError, match=r"rollout\.deterministic needs .* set rollout\.name=native"):
         make_rollout_engine(engine, config, schema.ModelConfig(path="none"), env)
+
+
+def test_the_versions_of_a_completion_are_those_of_a_response_with_several():
+    for versions, spans in (([], []), ([(0, 4)], []), ([(0, 4), (1, 5)], [(0, 4), (1, 5)])):
+        job = EngineJob(Request([1, 2], SamplingParams(2, ()), 0), token_ids=[3, 4], log_probs=[-1.0, -2.0])
+        job.versions = versions
+        assert job.completion("length").weight_versions == spans
 
 
 def test_weights_that_were_released_are_not_used():

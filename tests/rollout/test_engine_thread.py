@@ -33,6 +33,7 @@ def test_a_future_that_is_cancelled_cancels_its_coroutine(thread):
     ends: list[str] = []
     future = thread.submit(forever(ends))
     assert thread.run_until_complete(value(3)) == 3
+    assert thread._thread.daemon, "Python waits for all other threads before it ends"
     future.cancel()
     assert thread.run_until_complete(value(4)) == 4 and ends == ["ended"]
 

@@ -14,6 +14,7 @@ from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.factory import check_model
 from verl.rollout.native.generic import attention
 from verl.rollout.native.generic.layers import _clamp_steps
+from verl.rollout.native.generic.model import ModuleDecoder
 from verl.rollout.request import SamplingParams, make_requests
 
 BOUND = 2e-5
@@ -201,6 +202,12 @@ def test_a_small_cache_runs_fewer_rows_at_once():
     assert largest_difference(module, sent, engine.generate(sent)) < BOUND
     with pytest.raises(ValueError, match=r"the KV cache has 1,000 bytes, but one row of \d+ tokens needs"):
         NativeRollout(module, cache_bytes=1000).generate(sent)
+
+
+def test_prompts_of_a_model_with_states_are_computed_with_those_of_their_length():
+    """Padding would change a state."""
+    decoder = SimpleNamespace(layout=SimpleNamespace(has_states=True))
+    assert [*ModuleDecoder._batches(decoder, [2, 3, 2, 5, 3])] == [[3], [1, 4], [0, 2]]
 
 
 def test_attention_of_some_queries_at_a_time(monkeypatch):

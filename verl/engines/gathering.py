@@ -114,11 +114,7 @@ class _Gather:
         if len(shards) == 1 and shards[0].numel() == sizes[0]:
             return shards[0].to(device, self.dtype)
         flat = torch.empty(sum(sizes), dtype=self.dtype, device=device)
-        spans = list(flat.split(sizes))
-        for i, shard in enumerate(shards):
-            if len(shard) < sizes[i]:
-                spans[i][len(shard) :].zero_()
-                spans[i] = spans[i][: len(shard)]
+        spans = [span[: len(shard)] for span, shard in zip(flat.split(sizes), shards)]  # the padding is never read
         torch._foreach_copy_(spans, shards)
         return flat
 
