@@ -56,9 +56,8 @@ ELSEWHERE = ("megatron", "vllm", "sglang", "cuda_decoder", "batch_invariant_cuda
 ON_GPU = ("paged_scheduler.py", "kernels.py", "verifier.py", "cuda.py")
 #: folders of tests, and files of tests/, that call the sources
 TESTS = (
-    *("algorithms", "test_dataflow*.py", "test_columns.py", "checkpoints", "single_controller", "data", "rollout"),
-    *("engines", "trainer", "workers", "utils/test_public_functions.py", "utils/test_redaction.py"),
-    "test_public_helpers.py",
+    *("algorithms", "checkpoints", "data", "engines", "rollout", "single_controller", "trainer", "workers"),
+    *("test_columns.py", "test_dataflow*.py", "test_public*.py", "utils/test_public*.py", "utils/test_redaction.py"),
 )
 HEAVY = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor", "tensordict"),

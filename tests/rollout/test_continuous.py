@@ -391,9 +391,13 @@ def test_event_loops_take_turns_with_the_default_generate_one():
 def test_abort_by_name_ends_a_request_of_a_batch(monkeypatch):
     engine, advance = make_engine("native"), SlotScheduler.advance
     requests = [Request([i + 1], SamplingParams(20, (), ignore_eos=True), i, f"r{i}") for i in range(2)]
-    monkeypatch.setattr(
-        SlotScheduler, "advance", lambda self: (self.steps == 3 and engine.abort(["r1"])) or advance(self)
-    )
+
+    def aborted(self: SlotScheduler) -> None:
+        if self.steps == 3:
+            engine.abort(["r1"])
+        advance(self)
+
+    monkeypatch.setattr(SlotScheduler, "advance", aborted)
     found = engine.generate(requests)
     assert [(len(c.token_ids), c.finish_reason) for c in found] == [(20, "length"), (5, "abort")]
 
