@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--control", choices=["both", "no", "only"], default="both")
     parser.add_argument("override", nargs="*", metavar="key=value", help="any config key of GRPO")
     args = parser.parse_args()
-    runs = json.loads(args.out.read_text())["runs"] if args.out.exists() else []
+    runs = json.loads(args.out.read_text(encoding="utf-8"))["runs"] if args.out.exists() else []
     for seed in args.seeds:
         for is_control in {"both": (False, True), "no": (False,), "only": (True,)}[args.control]:
             record = run(

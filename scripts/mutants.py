@@ -50,10 +50,9 @@ SOURCES = (
     "verl/trainer/ppo",
     "verl/trainer/state",
 )
-#: needs a GPU or packages of other environments: those tests are skipped here
+#: needs a GPU or packages of other environments
 ELSEWHERE = ("megatron", "vllm", "sglang", "cuda_decoder", "batch_invariant_cuda", "triton")
-#: runs on a GPU only, with tests in tests/gpu
-ON_GPU = ("paged_scheduler.py", "kernels.py", "verifier.py", "cuda.py")
+ON_GPU = ("paged_scheduler.py", "kernels.py", "verifier.py", "cuda.py")  # with tests in tests/gpu
 #: folders of tests, and files of tests/, that call the sources
 TESTS = (
     *("algorithms", "checkpoints", "data", "engines", "rollout", "single_controller", "trainer", "workers"),

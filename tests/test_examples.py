@@ -35,7 +35,7 @@ SCRIPTS = sorted(
 #: scripts of several commands, tested in tests/recipe/test_r1_eval.py and tests/trainer/test_vision_run.py
 TRAINS_NOTHING = {ROOT / "verl/recipe/r1/run_r1.sh", ROOT / "examples/grpo_trainer/run_tiny_vl_local.sh"}
 #: all but those that make their model and data
-NEEDS_MODEL = [path for path in SCRIPTS if path.name != "run_tiny_vl_local.sh"]
+NEEDS_MODEL = [path for path in SCRIPTS if path.name not in ("run_tiny_vl_local.sh", "run_multiply.sh")]
 FINE_TUNING = [path for path in SCRIPTS if "sft" in path.parts]
 TRAINING = [path for path in SCRIPTS if path not in TRAINS_NOTHING and "sft" not in path.parts]
 #: what makes a run small

@@ -326,6 +326,10 @@ def _import(modules: Sequence[str]) -> ModuleType:
     return sys.modules[modules[-1]]
 
 
+#: of the children: those that this process had at its start, such as SIG_IGN for SIGINT in a job in the background
+_HANDLERS: dict[signal.Signals, Any] = {}
+
+
 def _become(module: ModuleType, descriptors: Sequence[int], env: Mapping[str, str], reports: bool) -> None:
     """In a child: set what a fresh interpreter that runs `module` would have."""
     folder, stdout, stderr, *inherited = descriptors
@@ -338,8 +342,8 @@ def _become(module: ModuleType, descriptors: Sequence[int], env: Mapping[str, st
     os.environ.clear()
     os.environ.update(env)
     signal.pthread_sigmask(signal.SIG_SETMASK, {STACK_SIGNAL} if reports else ())
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number, handler in _HANDLERS.items():
+        signal.signal(number, handler)
     sys.argv[:] = [module.__file__, *map(str, inherited)]
     sys.modules["__main__"] = module
     importlib.invalidate_caches()  # folders may have changed since the server read them
@@ -359,7 +363,7 @@ def _num_threads(env: Mapping[str, str]) -> int:
 def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {STACK_SIGNAL})  # blocked until the child has a handler
     for number in (signal.SIGINT, signal.SIGTERM):  # Slurm signals every process of a job; the parent ends this one
-        signal.signal(number, signal.SIG_IGN)
+        _HANDLERS[number] = signal.signal(number, signal.SIG_IGN)
     module = _Server(Channel(int(sys.argv[1]))).serve()
     module.main()
 
