@@ -7,7 +7,7 @@ How a number is read:
 - a currency sign may precede the number, with a minus before or after the sign: `-$5`, `$-5`, `\$5`
 - a minus directly after a digit, a letter or a closing bracket is subtraction or a hyphen: `10-5` ends in 5
 - `5.` is 5, `.5` is 0.5, `3/4` is three quarters, `1 1/2` is one and a half
-- a number that goes on is no answer: `72 or 73`, `72-75`, `72 + 1`, `7:30`, `at least 72`; `72 = x` and `7:00` are
+- a number that goes on is no answer: `72 or 73`, `72-75`, `72 + 1`, `7:30`, `at least 72`; `72 = x` and `7:00 am` are
 - units and words are ignored: `50%` is 50, `5 million` is 5
 - a number of more than 120 characters is ignored, which bounds the time to score a response
 
@@ -54,8 +54,8 @@ _SPACED_SIGN = re.compile(r"([-+\u2212]) ?(?=[$\\0-9.])")  # directly after "###
 _WIDE = str.maketrans("０１２３４５６７８９＃．，－", "0123456789#.,-")
 # After a number: it is a part of a calculation, a range or a list. Before it: a bound or a denial.
 _GOES_ON = re.compile(
-    r"[*_$)}]{0,4}(?:\s*(?:(?!:00\b)[-\u2013~,:]\s?\\?\$?[0-9]|[*/]\s?[0-9]|\\times|[+×÷^≤≥?]|=(?!\s*[A-Za-z]\b)|[<>][\s=0-9]"
-    r"|\(?or\b(?! so)|(?:to|through)\s\$?[0-9]|and\s+(?:[0-9]|not))|e[0-9])"
+    r"[*_$)}]{0,4}(?:\s*(?:(?!:00\s?[ap]\.?m)[-\u2013~,:]\s?\\?\$?[0-9]|[*/]\s?[0-9]|\\times|[+×÷^≤≥?]"
+    r"|=(?!\s*[A-Za-z]\b)|[<>][\s=0-9]|\(?or\b(?! so)|(?:to|through)\s\$?[0-9]|and\s+(?:[0-9]|not))|e[0-9])"
 )
 _BOUND = re.compile(
     r"(?i:\bnot|n't|\bat (?:least|most)|(?:more|less|fewer) than|one of|between(?: .{1,20} and)?)\s[*$\\({]*$"
