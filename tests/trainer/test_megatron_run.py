@@ -87,9 +87,6 @@ ROLLOUT, MEGATRON, MODEL = "actor_rollout_ref.rollout.", f"{ACTOR}megatron.", "a
         ([f"{ACTOR}optim.override_optimizer_config={{eps: 1e-5}}"],
          "override_optimizer_config.*eps.*are not supported"),
         ([f"{REF}megatron.dtype=fp16", f"{ACTOR}use_kl_loss=true"], "megatron.dtype .*fp16.* is not supported"),
-        ([ f"{MEGATRON}override_transformer_config.recompute_granularity=selective",
-         f"{MEGATRON}override_transformer_config.recompute_modules=[moe_act]", ],
-         "'moe_act'. cannot be recomputed: use some of .'core_attn', 'mlp', 'moe'."),
         (["critic.megatron.tensor_model_parallel_size=2"],
          "critic.megatron.tensor_model_parallel_size=2, but actor_rollout_ref.actor.megatron.* "
          "set placement.critic_devices"),
