@@ -16,7 +16,9 @@ from verl.utils.choices import CHOICES, read_choices, read_text
 logger = logging.getLogger("verl.data")
 
 _TABLES = tomllib.loads((Path(__file__).parent / "forms.toml").read_text(encoding="utf-8"))
-CHATS, TRUTHS, RESPONSES, SYSTEMS, _INPUTS, _TOOLS, _UNREAD, _PLACED = map(tuple, _TABLES["columns"].values())
+_COLUMNS = {name: tuple(columns) for name, columns in _TABLES["columns"].items()}
+CHATS, TRUTHS, RESPONSES, SYSTEMS = (_COLUMNS[name] for name in ("chats", "truths", "responses", "systems"))
+_INPUTS, _TOOLS, _UNREAD, _PLACED = (_COLUMNS[name] for name in ("inputs", "tools", "unread", "placed"))
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", *CHATS)
 _ROLES = _TABLES["roles"]
 _MEDIA = re.compile(r"(?:\w+_)?(?:image|img|audio|video)s?_?\d*", re.IGNORECASE)

@@ -146,13 +146,18 @@ class CallSpan(NamedTuple):
     end: float
 
 
-#: the latest calls of all groups of this process, in the order of their replies; `take_spans` removes them
-SPANS: deque[CallSpan] = deque(maxlen=10_000)
+#: the latest calls of all groups of this process, in the order of their replies
+_spans: deque[CallSpan] = deque(maxlen=10_000)
+
+
+def record_span(host: str, pid: int, rank: int, role: str, method: str, start: float, end: float) -> None:
+    """Record a call, until `take_spans` removes it. Arguments: the process, then those of `CallSpan`."""
+    _spans.append(CallSpan(f"{host}:{pid}", rank, role, method, start, end))
 
 
 def take_spans(since: float) -> list[CallSpan]:
     """Remove all recorded calls. Returns those that ended after `since`, by their start."""
-    spans = [SPANS.popleft() for _ in range(len(SPANS))]
+    spans = [_spans.popleft() for _ in range(len(_spans))]
     return sorted((span for span in spans if span.end > since), key=lambda span: span.start)
 
 

@@ -14,7 +14,7 @@ from verl.rewards.functions import register_reward
 from verl.rewards.rules import gsm8k
 from verl.rewards.rules.answers import extract
 from verl.rewards.rules.answers.extract import Answer
-from verl.rewards.rules.answers.quantities import parse_words
+from verl.rewards.rules.answers.quantities import parse_spelled_number
 from verl.rewards.rules.answers.rule import AnswerRule, is_equal, read_references
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -38,7 +38,7 @@ def _equal(answer: str, reference: str) -> bool:
     """Equal as in `compare`, but p% is no fraction, and numbers in words and with leading zeros ("007") are text."""
     if _plain(answer) == _plain(reference):
         return True
-    if _LEADING_ZERO.match(reference) or _LEADING_ZERO.match(answer) or parse_words(answer):
+    if _LEADING_ZERO.match(reference) or _LEADING_ZERO.match(answer) or parse_spelled_number(answer) is not None:
         return False
     if "=" not in answer and _CALCULATION.search(answer) and not _CALCULATION.search(reference):
         return False  # 6*7 states no final answer

@@ -16,7 +16,7 @@ from verl.single_controller.cluster import Pools, ResourcePool, RunConfig, start
 from verl.single_controller.dispatch import Call
 from verl.single_controller.remote_batch import fetch_columns
 from verl.single_controller.worker import RankEnv, Worker, WorkerSpec, free_port
-from verl.single_controller.worker_group import CALL_TIMEOUT, SPANS, CallSpan, Future, WorkerGroup
+from verl.single_controller.worker_group import CALL_TIMEOUT, Future, WorkerGroup, record_span
 from verl.utils.device import resolve_device
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ class InProcessPool:
         # of ranks in other processes: a worker gets ordinary tensors
         kwargs = {name: fetch_columns(value) for name, value in call.kwargs.items()}
         call = replace(call, args=tuple(map(fetch_columns, call.args)), kwargs=kwargs)
-        start, process = time.time(), f"{socket.gethostname()}:{os.getpid()}"
+        start = time.time()
         try:
             result = call.run(self.workers, role, method)
-            SPANS.append(CallSpan(process, 0, role, method, start, time.time()))
+            record_span(socket.gethostname(), os.getpid(), 0, role, method, start, time.time())
             return Future.completed([result])
         except Exception as error:
             error.add_note(f"in {role}.{method}(), rank 0 of 1, in this process")

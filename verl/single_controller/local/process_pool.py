@@ -38,8 +38,6 @@ from verl.single_controller.local.transport import Kind, Message, Parcel, call_p
 from verl.single_controller.remote_batch import pack
 from verl.single_controller.worker import RankEnv, WorkerSpec, free_port
 from verl.single_controller.worker_group import (
-    SPANS,
-    CallSpan,
     CallWatch,
     Failure,
     Future,
@@ -48,6 +46,7 @@ from verl.single_controller.worker_group import (
     WorkerError,
     WorkerTimeout,
     first_error,
+    record_span,
     timeout_error,
 )
 from verl.utils import log
@@ -187,8 +186,7 @@ class ProcessPool:
         results: list = [None] * n
         for rank, message in pending.replies.items():
             results[rank], span = load_result(message)
-            process = f"{socket.gethostname()}:{self._ranks[rank].process.pid}"
-            SPANS.append(CallSpan(process, rank, pending.role, pending.method, *span))
+            record_span(socket.gethostname(), self._ranks[rank].process.pid, rank, pending.role, pending.method, *span)
         return results
 
     # ---- the monitor thread -----------------------------------------------------------------------------------------

@@ -33,8 +33,6 @@ from verl.single_controller.remote_batch import Packed, PackedCall, Source, nbyt
 from verl.single_controller.worker import RankEnv, WorkerSpec
 from verl.single_controller.worker_group import (
     CALL_TIMEOUT,
-    SPANS,
-    CallSpan,
     CallWatch,
     Failure,
     Future,
@@ -44,6 +42,7 @@ from verl.single_controller.worker_group import (
     WorkerError,
     WorkerTimeout,
     first_error,
+    record_span,
     timeout_error,
 )
 from verl.utils.redaction import secrets_of_settings
@@ -237,8 +236,8 @@ class RayPool:
             return 1, time.time(), WorkerError.from_exception(error, pending.role, pending.method, rank)
         if not succeeded:
             return 1, ended, content
-        process = f"{self._ranks[rank].info.host_name}:{self._ranks[rank].info.pid}"
-        SPANS.append(CallSpan(process, rank, pending.role, pending.method, ended - seconds, ended))
+        info = self._ranks[rank].info
+        record_span(info.host_name, info.pid, rank, pending.role, pending.method, ended - seconds, ended)
         pending.replies[rank] = content
         if not pending.refs:
             pending.watch.record(seconds)

@@ -20,7 +20,7 @@ from typing import Any
 
 from verl.rewards.rules.answers.constants import parse_constant
 from verl.rewards.rules.answers.normalize import PHRASES, join_thousands, normalize, quote_names
-from verl.rewards.rules.answers.quantities import WORD, parse_compound, parse_words, read_unit, split_unit
+from verl.rewards.rules.answers.quantities import WORD, parse_compound, parse_spelled_number, read_unit, split_unit
 from verl.rewards.rules.answers.sets import SET_SIGN, to_set
 from verl.rewards.rules.answers.structure import parse_collection, parse_rows, split_elements, split_top
 from verl.rewards.rules.answers.symbolic import equal_expressions, none_if_unreadable, parse
@@ -190,7 +190,7 @@ def _as_number_in_base(answer: str, reference: str) -> bool | None:
     left, right = _BASED.fullmatch(answer), _BASED.fullmatch(reference)
     if not (left or right):
         return None
-    base = {str(parse_words(m[2]) or m[2]) for m in (left, right) if m}
+    base = {str(parse_spelled_number(m[2]) or m[2]) for m in (left, right) if m}
     digits = [m[1].upper() if m else text.upper() for m, text in ((left, answer), (right, reference))]
     if right is None and base != {"10"}:
         return False  # the reference is a decimal number
@@ -392,7 +392,7 @@ def _by_value(read: Callable[[str], Any]) -> Callable[[str, str], bool | None]:
 
 
 _COMPARISONS: list[Callable[[str, str], bool | None]] = [
-    _by_value(lambda text: parse_words(text) if (value := parse_constant(text)) is None else value),
+    _by_value(lambda text: parse_spelled_number(text) if (value := parse_constant(text)) is None else value),
     _as_time,
     _by_value(_read_date),
     _as_ratio,

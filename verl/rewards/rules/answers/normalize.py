@@ -15,10 +15,11 @@ _REPLACEMENTS = {
     "join digits": lambda match: re.sub("[., ]", "", match[0]),
     "join decimal": lambda match: re.sub("[. ]", "", match[1]) + "." + match[2],
 }
-_BEFORE, _AFTER, PHRASES, UNIT_SPELLINGS = (
-    [(re.compile(pattern), _REPLACEMENTS.get(replacement, replacement)) for pattern, replacement in rows]
-    for rows in tomllib.loads((Path(__file__).parent / "spellings.toml").read_text(encoding="utf-8")).values()
-)
+_REWRITES = {
+    name: [(re.compile(pattern), _REPLACEMENTS.get(replacement, replacement)) for pattern, replacement in rows]
+    for name, rows in tomllib.loads((Path(__file__).parent / "spellings.toml").read_text(encoding="utf-8")).items()
+}
+PHRASES, UNIT_SPELLINGS = _REWRITES["phrases"], _REWRITES["units"]
 _CJK = str.maketrans("、。∶", ",.:", "\u200b\u200c\u200d\u2060\ufeff")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _SUPERSCRIPT = re.compile("([⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+)")
@@ -42,11 +43,11 @@ def normalize(text: str) -> str:
     text = text.strip().replace("...", "…")
     if len(_DOLLAR.findall(text)) % 2 == 0:  # delimiters of formulas; an odd number has a currency sign
         text = _DOLLAR.sub(" ", text)
-    for pattern, replacement in _BEFORE:
+    for pattern, replacement in _REWRITES["before"]:
         text = pattern.sub(replacement, text)
     for _ in range(3):  # \text inside \textbf
         text = _QUOTED.sub(_quote, text)
-    for pattern, replacement in _AFTER:
+    for pattern, replacement in _REWRITES["after"]:
         text = pattern.sub(replacement, text)
     return " ".join(text.split()).rstrip(" .,;:").strip()
 

@@ -24,6 +24,9 @@ UNITS |= {
     for names, factor in spellings.items()
     for name in names.split()
 }
+_FIRST: dict[tuple[frozenset, Fraction], str] = {}  # one spelling of each unit
+for _name, (_dimensions, _factor) in UNITS.items():
+    _FIRST.setdefault((frozenset(_dimensions.items()), _factor), _name)
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _POWERS |= {"lakh": 5, "crore": 7, "万": 4, "亿": 8}
 _MULTIPLIED = re.compile(rf'([-+]?[\d.,]*\d)\s*"({"|".join(_POWERS)})"(.*)', re.IGNORECASE)
@@ -84,7 +87,8 @@ def unit_name(text: str) -> str:
         lower = word.casefold()  # but N m is no nm, and M no m
         names_of = (word,) if re.fullmatch("[A-Z]|[NMP].", word) else (word, lower, lower.removesuffix("s"))
         single = next((name for name in names_of if name in UNITS), names_of[-1])
-        names.append(next(n for n in UNITS if UNITS[n] == UNITS[single]) if single in UNITS else single)
+        dimensions, factor = UNITS.get(single, ({}, None))
+        names.append(_FIRST.get((frozenset(dimensions.items()), factor), single))
     return re.sub(r" ?([/^]) ?", r"\1", " ".join(names))
 
 
@@ -120,7 +124,7 @@ def parse_compound(text: str) -> Unit | None:
 _NUMBERS = {word: i for numbers in _TABLES["words"].values() for i, word in enumerate(numbers.split())}
 
 
-def parse_words(text: str) -> Fraction | None:
+def parse_spelled_number(text: str) -> Fraction | None:
     """The value of a whole number below 100 in words: `twelve`, `forty-two`, `zwölf`, 四十二; None for other texts."""
     value = _NUMBERS.get(re.sub(r"[\s-]+", "-", text.replace('"', "").strip()).casefold())
     return None if value is None else Fraction(value)
